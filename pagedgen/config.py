@@ -1,0 +1,99 @@
+"""Configuration: frozen dataclasses. Resolving a default returns a new object; nothing is changed in place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Device = Literal["auto", "cuda", "cpu"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+Keep = Literal["all", "none"] | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine needs to know; the command line's engine options have the same names.
+
+    model: a Hub id, a local folder or a `.gguf` file; None is the default model.
+    kv_memory: bytes of the KV pool; None takes what is free after the weights and the measured activation peak.
+    block_size: tokens a KV block holds. max_batch_tokens: most tokens computed in one step.
+    max_seqs: most sequences that run at a time. max_model_len: longest prompt plus completion in tokens; None is the
+        model's own limit.
+    """
+
+    model: str | None = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    kv_memory: int | None = None
+    block_size: int = 16
+    max_batch_tokens: int = 2048
+    max_seqs: int = 256
+    max_model_len: int | None = None
+    prefix_cache: bool = True
+    on_too_long: OnTooLong = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class InputConfig:
+    """Where the rows come from: a path, a glob, a folder, `-` for stdin, or a dataset of the `datasets` library."""
+
+    path: str | None = None
+    dataset: str | None = None
+    dataset_config: str | None = None
+    split: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is named, so that the bundled sample prompts are meant."""
+        return self.path is None and self.dataset is None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptConfig:
+    """How a row becomes a prompt; see the README on prompting.
+
+    prompt_column: the column to use as the prompt. template: Jinja2 source over the row's columns.
+    raw: send text prompts as they are, without the model's chat template. system: system message for chats.
+    """
+
+    prompt_column: str | None = None
+    template: str | None = None
+    raw: bool = False
+    system: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputConfig:
+    """Where and what to write.
+
+    path: `X.parquet` or `X.jsonl` is one file in input order, anything else a folder of Parquet parts.
+    keep: the input's columns to keep: "all", "none" or their names. token_ids, logprobs: optional columns.
+    """
+
+    path: Path
+    overwrite: bool = False
+    keep: Keep = "all"
+    token_ids: bool = False
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfig:
+    """Everything `pagedgen run` needs.
+
+    output_path: None is `<input stem>.completions.parquet` in the current folder. overrides: the generation options
+    given on the command line, by name. command: the command line, for the manifest.
+    """
+
+    input: InputConfig
+    output_path: Path | None = None
+    overwrite: bool = False
+    keep: Keep = "all"
+    token_ids: bool = False
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    strict: bool = False
+    quiet: bool = False
+    command: tuple[str, ...] = ()

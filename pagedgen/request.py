@@ -1,0 +1,120 @@
+"""The values that travel the data path, from an input row to its completion. Plain dataclasses; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """The outcome of one row; see the README for what each means."""
+
+    OK = "ok"
+    TOO_LONG = "too_long"
+    BAD_ROW = "bad_row"
+    TEMPLATE_ERROR = "template_error"
+    NAN_LOGITS = "nan_logits"
+    UNFIT = "unfit"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended: at an end token or stop string, or at its length limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to generate one completion. The fields have the same names as the command line's options and a row's columns.
+
+    max_tokens: most tokens to generate; None means up to the model's maximum length.
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+    seed: the run's or row's seed; draws are keyed on (seed, row id, sample, position).
+    stop: strings that end the text; the text is cut just before the first one.
+    stop_token_ids: ids that end the completion, besides the model's own end tokens.
+    min_tokens: end tokens and stop strings are held back until this many tokens exist.
+    ignore_eos: generate past the model's end tokens (stop_token_ids still apply).
+    logprobs: None is off; k >= 0 asks for the log-probability of each chosen token and the k most likely ones, taken
+        from the model's logits before temperature and filters.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """One input row as a reader found it.
+
+    row: position in the input, from 0. id: the input's `id` or `custom_id`, else the row number, as text.
+    columns: the row's own columns. where: the place in the input for error messages, like `prompts.jsonl line 17`.
+    error: why the row cannot be used at all (a line that is no JSON, say); its columns are then empty.
+    """
+
+    row: int
+    id: str
+    columns: Mapping[str, Any]
+    where: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine is asked to complete: exactly one of `prompt` (sent as it is) and `prompt_token_ids`.
+
+    `id` keys the random draws, so a request draws the same numbers wherever and with whomever it runs. Without `params`
+    the engine's defaults apply, which come from the model's generation config.
+    """
+
+    row: int
+    id: str
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    params: SamplingParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one generated token, and the most likely tokens at its position, best first."""
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One outcome. A row that could not be generated has a status other than `ok`, an error in words and no text."""
+
+    row: int
+    id: str
+    sample: int
+    status: Status
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    cumulative_logprob: float | None = None
+    score: float | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)

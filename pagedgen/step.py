@@ -1,0 +1,78 @@
+"""What the policy half and the device half exchange in each step: numpy arrays, indexed by slot. No torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class SlotArrays:
+    """Preallocated state of the running sequences; row `slot` belongs to one sequence while it runs.
+
+    token_ids: int32 [max_seqs, max_model_len], the prompt then the generated tokens.
+    block_table: int32 [max_seqs, ceil(max_model_len / block_size)], the physical block of each logical one.
+    num_tokens, num_computed, num_blocks, num_prompt: int32 [max_seqs].
+    temperature, top_p, min_p: float32 [max_seqs]. top_k: int32 [max_seqs].
+    key: uint64 [max_seqs], the sequence's random key, derived from (seed, row id, sample).
+    """
+
+    def __init__(self, max_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_seqs, max_model_len), np.int32)
+        self.block_table = np.zeros((max_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_tokens = np.zeros(max_seqs, np.int32)
+        self.num_computed = np.zeros(max_seqs, np.int32)
+        self.num_blocks = np.zeros(max_seqs, np.int32)
+        self.num_prompt = np.zeros(max_seqs, np.int32)
+        self.temperature = np.zeros(max_seqs, np.float32)
+        self.top_k = np.zeros(max_seqs, np.int32)
+        self.top_p = np.ones(max_seqs, np.float32)
+        self.min_p = np.zeros(max_seqs, np.float32)
+        self.key = np.zeros(max_seqs, np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: sequence i (in `slots`) computes `counts[i]` tokens from position `starts[i]` on.
+
+    samples: bool [S], whether the sequence's last known token is computed, so that a next one is drawn.
+    copies: int32 [C, 2], (source, destination) blocks to copy before anything is written.
+    banned: slot -> token ids that may not be drawn, for sampled sequences that have not reached `min_tokens`.
+    logprobs: slot -> how many top log-probabilities it wants, for the sampled sequences that asked.
+    """
+
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    samples: NDArray[np.bool_]
+    copies: NDArray[np.int32]
+    banned: dict[int, tuple[int, ...]]
+    logprobs: dict[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobResult:
+    """Log-probabilities of one drawn token: its own, and the top ids and values, best first."""
+
+    chosen: float
+    top_ids: tuple[int, ...]
+    top_values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens drawn in a step, for the sequences with `plan.samples`, in plan order.
+
+    slots, tokens: int32 [R]. A token of -1 means the logits held NaN or nothing but -inf.
+    logprobs: slot -> log-probabilities, for the sequences that asked.
+    seconds: what building the batch, the model, and sampling took.
+    """
+
+    slots: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: dict[int, LogprobResult]
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
