@@ -1,0 +1,113 @@
+"""A stand-in for the device half: it keeps, for every slot of every block, a fingerprint of the prefix whose key and
+value would be there, and refuses to read anything but the fingerprint that must be there."""
+
+import numpy as np
+
+from pagedgen.request import Request, SamplingParams
+from pagedgen.scheduling.blocks import BlockManager
+from pagedgen.scheduling.scheduler import Scheduler
+from pagedgen.scheduling.sequence import Sequence, SequenceGroup
+from pagedgen.step import SlotArrays, StepPlan, StepResult
+
+
+def fingerprint(token_ids):
+    return hash(tuple(int(token) for token in token_ids))
+
+
+def next_token(token_ids, vocab_size=5, key=0):
+    """A deterministic "model": the next token is a function of the prefix (and the sequence's key) alone."""
+    return hash((fingerprint(token_ids), key, "next")) % vocab_size
+
+
+class FakeDevice:
+    def __init__(self, num_blocks, block_size, vocab_size=5):
+        self.memory = np.full((num_blocks, block_size), -1, np.int64)
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.poisoned = set()
+
+    def copy(self, copies):
+        for source, destination in copies:
+            self.memory[destination] = self.memory[source]
+
+    def read(self, state, slot, upto):
+        for position in range(upto):
+            block = state.block_table[slot, position // self.block_size]
+            expected = fingerprint(state.token_ids[slot, : position + 1])
+            assert self.memory[block, position % self.block_size] == expected, (
+                f"slot {slot} reads wrong KV at {position}"
+            )
+
+    def write(self, state, slot, start, count):
+        for position in range(start, start + count):
+            block = state.block_table[slot, position // self.block_size]
+            self.memory[block, position % self.block_size] = fingerprint(state.token_ids[slot, : position + 1])
+
+    def execute(self, plan: StepPlan, state: SlotArrays) -> StepResult:
+        self.copy(plan.copies.tolist())
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True))
+        for slot, start, count in rows:
+            self.write(state, slot, start, count)
+        for slot, start, count in rows:
+            self.read(state, slot, start + count)
+        slots = plan.slots[plan.samples]
+        tokens = []
+        for slot in slots.tolist():
+            prefix = state.token_ids[slot, : state.num_tokens[slot]]
+            banned = plan.banned.get(slot, ())
+            token = next_token(prefix, self.vocab_size, int(state.key[slot]))
+            while token in banned:
+                token = (token + 1) % self.vocab_size
+            tokens.append(-1 if int(state.key[slot]) in self.poisoned else token)
+        return StepResult(slots, np.array(tokens, np.int32).reshape(-1), {})
+
+
+def make_scheduler(num_blocks, block_size, max_seqs=8, max_model_len=64, max_batch_tokens=32, prefix_cache=True):
+    state = SlotArrays(max_seqs, max_model_len, block_size)
+    blocks = BlockManager(num_blocks, state, prefix_cache)
+    return Scheduler(state, blocks, max_batch_tokens)
+
+
+def make_sequence(prompt, max_tokens=8, end_ids=(), key=0, **params):
+    params = SamplingParams(max_tokens=max_tokens, **params)
+    return Sequence(
+        request=Request(row=key, id=str(key)),
+        params=params,
+        token_ids=np.array(prompt, np.int32),
+        num_prompt=len(prompt),
+        max_total=len(prompt) + max_tokens,
+        end_ids=frozenset(end_ids),
+        key=key,
+    )
+
+
+def make_group(prompt, **options):
+    return SequenceGroup([make_sequence(prompt, **options)])
+
+
+def expected_tokens(prompt, max_tokens, end_ids=(), min_tokens=0, key=0, vocab_size=5):
+    """What a sequence generates alone: the oracle for every schedule."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        token = next_token(tokens, vocab_size, key)
+        while len(tokens) - len(prompt) < min_tokens and token in end_ids:
+            token = (token + 1) % vocab_size
+        tokens.append(token)
+        if token in end_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def run_to_end(scheduler, device, limit=10_000, on_step=None):
+    """Step until all work is done, with `check()` after every operation; the finished groups."""
+    finished = []
+    for _ in range(limit):
+        plan = scheduler.schedule()
+        scheduler.check()
+        if plan is None:
+            return finished
+        assert plan.num_tokens <= scheduler.max_batch_tokens
+        finished += scheduler.update(plan, device.execute(plan, scheduler.state))
+        scheduler.check()
+        if on_step is not None:
+            on_step(plan)
+    raise AssertionError("the scheduler does not come to an end")
