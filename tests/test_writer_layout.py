@@ -1,0 +1,156 @@
+"""Where a run may write, and what --overwrite removes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagedgen.config import OutputConfig
+from pagedgen.data.layout import OutputLayout, prepare_output
+from pagedgen.data.manifest import Manifest, RunStatus, utc_now, write_manifest
+from pagedgen.errors import PagedgenError, UsageError
+
+
+def manifest(status: RunStatus) -> Manifest:
+    return Manifest("0", ("pagedgen",), "m", "in", "out", utc_now(), {}, status=status)
+
+
+def prepare(path: Path, overwrite: bool = False, inputs: tuple[Path, ...] = ()) -> OutputLayout:
+    return prepare_output(OutputConfig(path, overwrite=overwrite), inputs)
+
+
+def run_folder(output: Path, status: RunStatus | None) -> Path:
+    folder = output.with_name(output.name + ".run")
+    (folder / "parts").mkdir(parents=True)
+    (folder / "parts" / "part-00000.parquet").write_text("part")
+    if status:
+        write_manifest(folder, manifest(status))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "parts"),
+    [
+        ("x.parquet", "parquet", "x.parquet.run/parts"),
+        ("X.JSONL", "jsonl", "X.JSONL.run/parts"),
+        ("out", "folder", "out"),
+        ("run-0.5", "folder", "run-0.5"),
+        ("new/deep/x.parquet", "parquet", "new/deep/x.parquet.run/parts"),
+    ],
+)
+def test_new_output(tmp_path: Path, name: str, kind: str, parts: str) -> None:
+    layout = prepare(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    assert (layout.kind, layout.parts) == (kind, tmp_path / parts)
+    layout.create()
+    assert layout.parts.is_dir()
+    assert layout.run_folder == tmp_path / f"{name}.run"
+    assert layout.run_folder.is_dir()
+
+
+def test_existing_output_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").touch()
+    with pytest.raises(UsageError, match=r"x\.parquet exists; use --overwrite or another -o"):
+        prepare(tmp_path / "x.parquet")
+    (tmp_path / "link.jsonl").symlink_to("nowhere")
+    with pytest.raises(UsageError, match="exists"):
+        prepare(tmp_path / "link.jsonl")
+    (tmp_path / "out").mkdir()
+    prepare(tmp_path / "out")
+    (tmp_path / "out" / "notes.md").touch()
+    with pytest.raises(UsageError, match="is not empty; use --overwrite or another -o"):
+        prepare(tmp_path / "out")
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed", None])
+def test_an_unfinished_run_is_refused_and_a_finished_one_replaced(tmp_path: Path, status: RunStatus | None) -> None:
+    output = tmp_path / "x.parquet"
+    folder = run_folder(output, status)
+    with pytest.raises(UsageError, match=r"x\.parquet\.run is left from an unfinished run"):
+        prepare(output)
+    prepare(output, overwrite=True)
+    write_manifest(folder, manifest("finished"))
+    prepare(output).create()
+    assert [path.name for path in folder.iterdir()] == ["parts"]
+    assert list((folder / "parts").iterdir()) == []
+
+
+def test_overwrite_removes_only_what_is_ours(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in ("part-00000.parquet", ".part-00001.parquet.tmp", "part-x.parquet", "notes.md", ".other.tmp"):
+        (output / name).touch()
+    folder = run_folder(output, "failed")
+    layout = prepare(output, overwrite=True)
+    assert len(list(output.iterdir())) == 5
+    layout.create()
+    assert sorted(path.name for path in output.iterdir()) == [".other.tmp", "notes.md", "part-x.parquet"]
+    assert list(folder.iterdir()) == []
+
+
+def test_overwrite_keeps_the_old_file_until_it_is_replaced(tmp_path: Path) -> None:
+    output = tmp_path / "x.parquet"
+    output.write_text("old")
+    run_folder(output, "finished")
+    prepare(output, overwrite=True).create()
+    assert output.read_text() == "old"
+
+
+def test_a_run_folder_of_someone_else_is_not_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "x.parquet.run"
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+    for overwrite, message in ((False, "unfinished run"), (True, "was not made by pagedgen")):
+        with pytest.raises(UsageError, match=message):
+            prepare(tmp_path / "x.parquet", overwrite)
+    other = tmp_path / "y.parquet.run"
+    other.symlink_to(folder)
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"y\.parquet\.run"):
+            prepare(tmp_path / "y.parquet", overwrite)
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.json", "x.parquet.gz", "x.xlsx"])
+def test_unknown_kind(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"unknown kind; use X\.parquet, X\.jsonl or a folder"):
+        prepare(tmp_path / name)
+
+
+def test_file_and_folder_mixed_up(tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        prepare(tmp_path / "d.parquet", overwrite=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is a file and not a folder"):
+        prepare(tmp_path / "file", overwrite=True)
+    with pytest.raises(UsageError, match=r"cannot be made, as .*file is not a folder"):
+        prepare(tmp_path / "file" / "x.parquet")
+    (tmp_path / "v1.old").mkdir()
+    assert prepare(tmp_path / "v1.old").kind == "folder"
+
+
+def test_input_is_never_the_output(tmp_path: Path) -> None:
+    source = tmp_path / "in" / "x.jsonl"
+    source.parent.mkdir()
+    source.touch()
+    (tmp_path / "link.jsonl").symlink_to(source)
+    for output in (source, tmp_path / "in" / ".." / "in" / "x.jsonl", tmp_path / "link.jsonl"):
+        with pytest.raises(UsageError, match="is also the input"):
+            prepare(output, overwrite=True, inputs=(source,))
+    for output in (tmp_path / "in", tmp_path):
+        with pytest.raises(UsageError, match="holds the input"):
+            prepare(output, overwrite=True, inputs=(source,))
+    prepare(tmp_path / "in" / "y.jsonl", inputs=(source,))
+
+
+def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # permissions do not bind the superuser
+    with pytest.raises(UsageError, match=r"x\.parquet cannot be written .*permission denied"):
+        prepare(tmp_path / "new" / "x.parquet")
+
+
+def test_folders_that_cannot_be_made(tmp_path: Path) -> None:
+    layout = prepare(tmp_path / "new" / "x.parquet")
+    (tmp_path / "new").touch()
+    with pytest.raises(PagedgenError, match=r"x\.parquet cannot be written \(Not a directory\); choose another -o"):
+        layout.create()
