@@ -1,0 +1,72 @@
+"""A StepPlan turned into the tensors of one forward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagedgen.step import SlotArrays, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The tokens of all sequences of a step, packed one sequence after the other. T tokens, S sequences, R sampled
+    rows.
+
+    input_ids, positions: int64 [T].
+    slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset.
+    query_start: int32 [S + 1], where each sequence's tokens start in the packed row.
+    context_lens: int32 [S], tokens of each sequence that attention sees, those of this step included.
+    block_tables: int32 [S, B]; entries past a sequence's last block are 0 and must not be read.
+    rope_lens: int64 [T], the sequence length that length-dependent rope scalings use for each token: at least the
+        prompt's length and at least its position + 1, so that it does not depend on how the prompt was chunked.
+    logit_rows: int64 [R], the packed positions whose logits are needed.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    rope_lens: torch.Tensor
+    logit_rows: torch.Tensor
+    max_query_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+def build_batch(plan: StepPlan, state: SlotArrays, device: torch.device) -> ForwardBatch:
+    """Gather the plan's tokens, positions, slots and tables from the slot arrays; all vectorised, no loop over
+    sequences."""
+    slots, starts, counts = plan.slots, plan.starts, plan.counts
+    query_start = np.zeros(len(slots) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    context_lens = starts + counts
+    if len(slots) == query_start[-1]:  # one token each: pure decoding
+        token_slots, positions, prompt_lens = slots, starts.astype(np.int64), state.num_prompt[slots]
+    else:
+        of_sequence = np.repeat(np.arange(len(slots)), counts)
+        token_slots = slots[of_sequence]
+        positions = np.arange(query_start[-1], dtype=np.int64) + (starts - query_start[:-1])[of_sequence]
+        prompt_lens = state.num_prompt[token_slots]
+    blocks = state.block_table[token_slots, positions // state.block_size].astype(np.int64)
+    table_width = max(1, -(-int(context_lens.max(initial=1)) // state.block_size))
+
+    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return ForwardBatch(
+        input_ids=tensor(state.token_ids[token_slots, positions].astype(np.int64)),
+        positions=tensor(positions),
+        slot_mapping=tensor(blocks * state.block_size + positions % state.block_size),
+        query_start=tensor(query_start),
+        context_lens=tensor(context_lens),
+        block_tables=tensor(state.block_table[slots, :table_width]),
+        rope_lens=tensor(np.maximum(positions + 1, prompt_lens)),
+        logit_rows=tensor((query_start[1:] - 1)[plan.samples].astype(np.int64)),
+        max_query_len=int(counts.max(initial=0)),
+    )

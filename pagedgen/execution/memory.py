@@ -1,0 +1,119 @@
+"""How many blocks the KV pool gets: what is asked for, or what is free after the weights and the activations."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from pagedgen.config import EngineConfig
+from pagedgen.errors import PagedgenError
+from pagedgen.execution.attention import AttentionBackend
+from pagedgen.execution.batch import build_batch
+from pagedgen.execution.kv_cache import KVCache
+from pagedgen.execution.runner import logit_rows_per_chunk
+from pagedgen.models.base import Model
+from pagedgen.step import SlotArrays, StepPlan
+from pagedgen.units import format_bytes
+
+# The activation peak is measured on this many tokens and scaled: activations grow in proportion to the tokens of a
+# step.
+PROBE_TOKENS = 256
+# Left alone on the device, for the rest of the process and of the machine: a share of the total, and no less than this.
+RESERVE_SHARE = 0.1
+RESERVE_BYTES = 512 << 20
+
+
+def available_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of the device's memory: on a CPU what can be used without swapping, within the limit of the
+    control group the process runs in, if there is one."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    with contextlib.suppress(OSError, ValueError):
+        allowed = int(limit.read_text())
+        free, total = min(free, allowed - int(used.read_text())), min(total, allowed)
+    return free, total
+
+
+def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> int:
+    """The number of KV blocks.
+
+    With `kv_memory`, as many as it holds. Without, what is free on the device less the measured activation peak and a
+    reserve, and no more than all sequences at full length could use.
+
+    Raises PagedgenError when not even one block fits, or when `kv_memory` is more than there is.
+    """
+    spec = model.spec
+    per_block = KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
+    if config.kv_memory is not None and config.kv_memory < per_block:
+        raise PagedgenError(
+            f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
+            f"which takes {format_bytes(per_block)} for this model; raise --kv-memory or lower --block-size"
+        )
+    activations = measure_activations(config, model, attention)
+    free, total = available_memory(spec.device)
+    usable = free - activations - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
+    if config.kv_memory is not None:
+        if config.kv_memory > free - activations:
+            raise PagedgenError(
+                f"--kv-memory {format_bytes(config.kv_memory)} does not fit: {format_bytes(free)} of memory are free "
+                f"after the weights, of which activations take {format_bytes(activations)}; the most that fits is "
+                f"{format_bytes(max(0, usable))}"
+            )
+        return config.kv_memory // per_block
+    useful = config.max_seqs * -(-max_model_len // config.block_size)
+    if usable < per_block:
+        raise PagedgenError(
+            f"no memory is left for the KV pool: {format_bytes(free)} are free after the weights, activations take "
+            f"{format_bytes(activations)} and one block takes {format_bytes(per_block)}; free some memory, or lower "
+            f"--max-batch-tokens"
+        )
+    return min(usable // per_block, useful)
+
+
+def measure_activations(config: EngineConfig, model: Model, attention: AttentionBackend) -> int:
+    """Bytes that the largest step needs besides weights and KV: the measured peak of a forward pass over random tokens,
+    scaled to `max_batch_tokens`, plus the largest chunk of float32 logits with two working copies."""
+    spec = model.spec
+    tokens = min(PROBE_TOKENS, config.max_batch_tokens, spec.max_position)
+    state = SlotArrays(1, tokens, config.block_size)
+    state.token_ids[0] = np.random.default_rng(0).integers(0, spec.vocab_size, tokens)
+    state.num_tokens[0] = state.num_prompt[0] = tokens
+    num_blocks = -(-tokens // config.block_size)
+    state.num_blocks[0] = num_blocks
+    state.block_table[0] = np.arange(num_blocks)
+    cache = KVCache(spec.layers, num_blocks, config.block_size, spec.dtype, spec.device)
+    first = np.zeros(1, np.int32)
+    plan = StepPlan(first, first, first + tokens, np.ones(1, np.bool_), np.empty((0, 2), np.int32), {}, {})
+    batch = build_batch(plan, state, spec.device)
+    with torch.inference_mode():
+        before = _start_peak(spec.device)
+        model.logits(model.forward(batch, cache, attention))
+        peak = _read_peak(spec.device) - before
+    rows = min(config.max_seqs, config.max_batch_tokens, logit_rows_per_chunk(spec.vocab_size))
+    return max(0, peak) * -(-config.max_batch_tokens // tokens) + 3 * 4 * rows * spec.vocab_size
+
+
+def _start_peak(device: torch.device) -> int:
+    """Reset the peak counter; the bytes in use now. On Linux a process's peak resident size can be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return psutil.Process().memory_info().rss
+
+
+def _read_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return psutil.Process().memory_info().rss
