@@ -1,0 +1,82 @@
+"""What the benchmarks share: the machine they ran on, alternating rounds, a table and a result file."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+RESULTS = Path("build/bench")
+
+
+def describe_machine() -> dict[str, str | float]:
+    """What a figure depends on: processor, cores, memory, load, accelerator and versions."""
+    versions = {name: importlib.metadata.version(name) for name in ("pagedgen", "torch", "transformers")}
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 0,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def alternate(contestants: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+    """Call each contestant once a round with the round's number, in reversed order every other round, so that a drift
+    of the machine meets all of them alike. The seconds each reports, by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds):
+        for name in list(contestants)[:: 1 if number % 2 == 0 else -1]:
+            seconds[name].append(contestants[name](number))
+            print(f"round {number + 1}/{rounds}  {name}: {seconds[name][-1]:.3f} s", flush=True)
+    return seconds
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99)), "max": max(values)}
+
+
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Aligned columns: the first to the left, the others to the right; floats with three significant digits."""
+    texts = [[_text(cell) for cell in row] for row in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    print(f"\n{title}")
+    for first, *others in texts:
+        numbers = (f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        print(f"{first:<{widths[0]}}" + "".join(numbers))
+
+
+def _text(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
+    return str(cell)
+
+
+def write_results(name: str, results: Mapping[str, object]) -> None:
+    """Write the results, with the machine's description, to build/bench/NAME.json."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")
+    print(f"\nwritten to {path}")

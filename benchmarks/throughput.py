@@ -1,0 +1,104 @@
+"""Output tokens per second beside transformers' batched `generate`, on the same weights and the same work in one run.
+
+The work, 64x128/64: 64 prompts of 128 random token ids, 64 new tokens for each, greedy, bfloat16, past the end token.
+Every round has prompts of its own, the same for both, so the prefix cache finds nothing.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from benchmarks.common import alternate, print_table, spread, write_results
+from pagedgen import Engine, EngineConfig, Request, SamplingParams
+from pagedgen.models.gguf import convert_gguf
+from pagedgen.models.source import fetch, resolve_model
+
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128, 64
+KV_BYTES = 1 << 30
+OURS, PEER = "pagedgen", "transformers"
+
+
+def prompts(round_number: int, vocab_size: int) -> NDArray[np.int64]:
+    return np.random.default_rng(round_number).integers(0, vocab_size, (REQUESTS, PROMPT_TOKENS), np.int64)
+
+
+def pagedgen_contestant(model: str | None) -> Callable[[int], float]:
+    engine = Engine(EngineConfig(model=model, dtype="bfloat16", kv_memory=KV_BYTES, max_seqs=REQUESTS))
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+
+    def contestant(number: int) -> float:
+        rows = prompts(number, engine.spec.vocab_size).tolist()
+        requests = [Request(i, str(i), prompt_token_ids=tuple(ids), params=params) for i, ids in enumerate(rows)]
+        started = time.perf_counter()
+        completions = list(engine.generate(requests))
+        seconds = time.perf_counter() - started
+        assert all(c.completion_tokens == OUTPUT_TOKENS and c.cached_tokens == 0 for c in completions)
+        assert len(completions) == REQUESTS
+        return seconds
+
+    return contestant
+
+
+def transformers_contestant(folder: Path, device: torch.device) -> Callable[[int], float]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model.generation_config.eos_token_id = None
+
+    def contestant(number: int) -> float:
+        ids = torch.from_numpy(prompts(number, model.config.vocab_size)).to(device)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=OUTPUT_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
+            ).cpu()
+        seconds = time.perf_counter() - started
+        assert output.shape == (REQUESTS, PROMPT_TOKENS + OUTPUT_TOKENS)
+        return seconds
+
+    return contestant
+
+
+def model_folder(name: str | None) -> Path:
+    """The folder both load their weights from; a GGUF file's is its converted one."""
+    source = resolve_model(name)
+    if source.kind == "gguf" and source.path is not None:
+        return convert_gguf(source.path, torch.bfloat16)
+    return fetch(source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a Hub id, a folder or a .gguf file; left out: the default model")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    contestants = {
+        PEER: transformers_contestant(model_folder(arguments.model), device),
+        OURS: pagedgen_contestant(arguments.model),
+    }
+    for name, contestant in contestants.items():
+        print(f"warming up {name}: {contestant(arguments.rounds):.3f} s", flush=True)
+    seconds = alternate(contestants, arguments.rounds)
+    rates = {name: [REQUESTS * OUTPUT_TOKENS / s for s in values] for name, values in seconds.items()}
+    ratios = [ours / peer for ours, peer in zip(rates[OURS], rates[PEER], strict=True)]
+    work = f"{REQUESTS}x{PROMPT_TOKENS}/{OUTPUT_TOKENS}"
+    rows = [(name, *spread(values).values()) for name, values in rates.items()]
+    print_table(f"{work}, bfloat16, {device}: output tokens/s", ("engine", "median", "min", "max"), rows)
+    print(f"ratio, median of {arguments.rounds} rounds: {statistics.median(ratios):.2f}")
+    write_results("throughput", {"work": work, "device": str(device), "seconds": seconds, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()
