@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pagedgen.errors import UsageError
+
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
@@ -32,6 +34,13 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_cache: bool = True
     on_too_long: OnTooLong = "error"
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a number that can never work."""
+        for name in ("kv_memory", "block_size", "max_batch_tokens", "max_seqs", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}, but it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

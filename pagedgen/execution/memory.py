@@ -21,8 +21,8 @@ from pagedgen.units import format_bytes
 # step.
 PROBE_TOKENS = 256
 # Left alone on the device, for the rest of the process and of the machine: a share of the total, and no less than this.
-RESERVE_SHARE = 0.1
-RESERVE_BYTES = 512 << 20
+RESERVE_SHARE = 0.2
+RESERVE_BYTES = 1 << 30
 
 
 def available_memory(device: torch.device) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def available_memory(device: torch.device) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         return free, total
     memory = psutil.virtual_memory()
-    free, total = memory.available, memory.total
+    free, total = int(memory.available), int(memory.total)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     with contextlib.suppress(OSError, ValueError):
         allowed = int(limit.read_text())
@@ -106,7 +106,7 @@ def _start_peak(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return psutil.Process().memory_info().rss
+    return int(psutil.Process().memory_info().rss)
 
 
 def _read_peak(device: torch.device) -> int:
@@ -116,4 +116,4 @@ def _read_peak(device: torch.device) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
+    return int(psutil.Process().memory_info().rss)
