@@ -1,0 +1,31 @@
+"""C++ kernels for CPUs behind the launchers of `pagedgen_kernels.reference`, which they fall back to."""
+
+from .launchers import (
+    add_rms_norm,
+    apply_rotary,
+    available,
+    copy_blocks,
+    greedy_argmax,
+    gumbel_argmax,
+    gumbel_noise,
+    paged_attention,
+    rms_norm,
+    silu_mul,
+    unavailable_reason,
+    write_kv,
+)
+
+__all__ = [
+    "add_rms_norm",
+    "apply_rotary",
+    "available",
+    "copy_blocks",
+    "greedy_argmax",
+    "gumbel_argmax",
+    "gumbel_noise",
+    "paged_attention",
+    "rms_norm",
+    "silu_mul",
+    "unavailable_reason",
+    "write_kv",
+]

@@ -1,0 +1,16 @@
+// What the exported functions share: their linkage, and element types by the numbers that the launchers pass.
+#pragma once
+#include "vec.h"
+
+#define PAGEDGEN_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace pagedgen {
+
+template <class F>
+INLINE void with_type(int type, const F& f) {
+  if (type == 0) f(float{});
+  if (type == 1) f(bf16{});
+  if (type == 2) f(f16{});
+}
+
+}  // namespace pagedgen

@@ -1,0 +1,260 @@
+"""The launchers of the C++ kernels: those of `reference`, with the same signatures and results.
+
+Each checks that the kernel covers its arguments and otherwise calls `reference`. Covered: tensors on the CPU in
+float32, bfloat16 or float16, one dtype within a call, unit stride in the last dimension, contiguous caches. The rest
+(other dtypes, mixed ones, transposed views) goes to `reference`.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from .. import reference
+from .library import AttentionArgs, Library, load
+
+Tensor = torch.Tensor
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def available() -> bool:
+    """Whether the C++ kernels can be used; builds them at the first call."""
+    return isinstance(load(), Library)
+
+
+def unavailable_reason() -> str:
+    """Why the C++ kernels cannot be used, in one sentence without a full stop; empty when they can."""
+    library = load()
+    return library if isinstance(library, str) else ""
+
+
+def _library_for(*tensors: Tensor) -> Library | None:
+    """The library when it covers these tensors: one supported dtype, on the CPU, unit stride in the last dimension."""
+    library = load()
+    first = tensors[0]
+    if not isinstance(library, Library) or first.dtype not in TYPES:
+        return None
+    for tensor in tensors:
+        strided = tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+        if tensor.dtype is not first.dtype or tensor.device.type != "cpu" or strided:
+            return None
+    return library
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    library = _library_for(key, value, key_cache, value_cache)
+    if library is None or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        return reference.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    slots = slot_mapping.contiguous()
+    itemsize = key.element_size()
+    return library.write_kv(
+        key.data_ptr(),
+        key.stride(0) * itemsize,
+        key.stride(1) * itemsize,
+        value.data_ptr(),
+        value.stride(0) * itemsize,
+        value.stride(1) * itemsize,
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slots.data_ptr(),
+        key.shape[0],
+        key_cache.shape[1],
+        key_cache.shape[2],
+        key_cache.shape[3] * itemsize,
+        value_cache.shape[3] * itemsize,
+        torch.get_num_threads(),
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    library = _library_for(query, key_cache, value_cache)
+    if library is None or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        return reference.paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            context_lens,
+            query_start,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    tables, lens, starts = (x.to(torch.int32).contiguous() for x in (block_tables, context_lens, query_start))
+    sink_logits = None if sinks is None else sinks.to(torch.float32).contiguous()
+    num_kv_heads, block_size, key_dim = key_cache.shape[1:]
+    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    library.paged_attention(
+        AttentionArgs(
+            query.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            lens.data_ptr(),
+            starts.data_ptr(),
+            None if sink_logits is None else sink_logits.data_ptr(),
+            out.data_ptr(),
+            TYPES[query.dtype],
+            lens.shape[0],
+            query.shape[1],
+            num_kv_heads,
+            block_size,
+            key_dim,
+            value_cache.shape[3],
+            sliding_window or 0,
+            scale,
+            softcap or 0.0,
+            torch.get_num_threads(),
+        )
+    )
+    return out
+
+
+def copy_blocks(pools: Iterable[Tensor], copies: Tensor) -> None:
+    pairs = copies.to(torch.int64).contiguous()
+    sources, destinations = (set(column) for column in pairs.T.tolist())
+    for pool in pools:
+        library = load()
+        plain = pool.device.type == "cpu" and pool.is_contiguous() and not sources & destinations
+        if not isinstance(library, Library) or not plain:
+            reference.copy_blocks([pool], pairs)
+            continue
+        layers, num_blocks = pool.shape[:2]
+        block_bytes = pool[0, 0].numel() * pool.element_size()
+        library.copy_blocks(
+            pool.data_ptr(), layers, num_blocks, block_bytes, pairs.data_ptr(), pairs.shape[0], torch.get_num_threads()
+        )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    library = _library_for(x, weight)
+    if library is None:
+        return reference.rms_norm(x, weight, eps)
+    out = x.new_empty(x.shape)
+    _norm(library, x, None, weight, None, out, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    library = _library_for(x, residual, weight)
+    if library is None:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    out, new_residual = x.new_empty(x.shape), x.new_empty(x.shape)
+    _norm(library, x, residual, weight, new_residual, out, eps)
+    return out, new_residual
+
+
+def _norm(
+    library: Library, x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
+) -> None:
+    library.rms_norm(
+        TYPES[x.dtype],
+        x.data_ptr(),
+        x.stride(0),
+        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        None if total is None else total.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        eps,
+        torch.get_num_threads(),
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    library = _library_for(gate_up)
+    if library is None:
+        return reference.silu_mul(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    library.silu_mul(
+        TYPES[gate_up.dtype],
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        rows,
+        width,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    library = _library_for(query, key)
+    if library is None:
+        return reference.apply_rotary(query, key, cos, sin)
+    cosine, sine = (x.to(torch.float32).contiguous() for x in (cos, sin))
+    rotated = []
+    for x in (query, key):
+        out = x.new_empty(x.shape)
+        library.apply_rotary(
+            TYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            cosine.shape[1],
+            torch.get_num_threads(),
+        )
+        rotated.append(out)
+    return rotated[0], rotated[1]
+
+
+def greedy_argmax(logits: Tensor) -> Tensor:
+    library = _library_for(logits)
+    if library is None:
+        return reference.greedy_argmax(logits)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    library.greedy_argmax(
+        TYPES[logits.dtype], logits.data_ptr(), logits.stride(0), *logits.shape, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    library = _library_for(logits)
+    if library is None:
+        return reference.gumbel_argmax(logits, temperature, keys)
+    row_temperature, row_keys = temperature.to(torch.float32).contiguous(), keys.contiguous()
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    library.gumbel_argmax(
+        TYPES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        *logits.shape,
+        row_temperature.data_ptr(),
+        row_keys.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    library = load()
+    if not isinstance(library, Library) or keys.device.type != "cpu":
+        return reference.gumbel_noise(keys, token_ids)
+    row_keys, tokens = keys.contiguous(), token_ids.to(torch.int64).contiguous()
+    out = torch.empty(tokens.shape, dtype=torch.float32)
+    library.gumbel_noise(row_keys.data_ptr(), tokens.data_ptr(), out.data_ptr(), *tokens.shape, torch.get_num_threads())
+    return out

@@ -1,0 +1,200 @@
+"""Every kernel in plain torch: what the other backends are tested against, and the path of last resort.
+
+Shapes: T packed tokens, S sequences, R sampled rows, B blocks in the widest table, V the vocabulary. Hq query heads in
+groups of Hq / Hkv share a key/value head. Key and value caches are [num_blocks, Hkv, block_size, Dk or Dv]. Arithmetic
+is float32, results are rounded once to the dtype of the inputs.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+Tensor = torch.Tensor
+
+# SplitMix64 (Steele, Lea and Flood, 2014): the increment of its counter and the multipliers of its finaliser, as int64.
+COUNTER_STEP = 0x9E3779B97F4A7C15 - 2**64
+FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
+SECOND_MULTIPLIER = 0x94D049BB133111EB - 2**64
+ROWS_AT_ONCE = 16  # bounds the float64 noise of a whole vocabulary held at a time
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store the new keys [T, Hkv, Dk] and values [T, Hkv, Dv] in the cache, in place.
+
+    slot_mapping: int64 [T], block * block_size + offset of each token; slots are distinct.
+    """
+    block_size = key_cache.shape[2]
+    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed queries over the blocks of their sequences: [T, Hq, Dk] -> [T, Hq, Dv].
+
+    block_tables: int32 [S, B]; entries past a sequence's last block are never read, nor are slots past its context.
+    context_lens: int32 [S], tokens of each sequence in the cache, those of this step included. query_start: int32
+        [S + 1], where each sequence's queries start; the last is T. Query i of a sequence with n queries sits at
+        position context_len - n + i.
+    sliding_window: a key is visible when key_position > query_position - sliding_window (None: all up to the query's
+    own). softcap: scores become softcap * tanh(score / softcap) before they are masked. sinks: [Hq], a logit for each
+    head that takes part in the softmax's denominator only.
+    """
+    out = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[3])
+    starts = query_start.tolist()
+    block_size = key_cache.shape[2]
+    for s, context in enumerate(context_lens.tolist()):
+        begin, end = starts[s], starts[s + 1]
+        if begin == end:
+            continue
+        blocks = block_tables[s, : -(-context // block_size)].long()
+        keys = key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
+        values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
+        positions = torch.arange(context - (end - begin), context, device=query.device)
+        visible = _visible(positions, context, sliding_window)
+        out[begin:end] = _attend(query[begin:end], keys, values, visible, scale, softcap, sinks)
+    return out
+
+
+def _visible(positions: Tensor, context: int, sliding_window: int | None) -> Tensor:
+    """bool [queries, context]: which keys each query position sees."""
+    key_positions = torch.arange(context, device=positions.device)
+    visible = key_positions <= positions[:, None]
+    if sliding_window is not None:
+        visible &= key_positions > positions[:, None] - sliding_window
+    return visible
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query [n, Hq, Dk], keys [Hkv, L, Dk], values [Hkv, L, Dv], visible [n, L] -> [n, Hq, Dv]."""
+    count, num_heads = query.shape[:2]
+    num_kv_heads = keys.shape[0]
+    grouped = query.float().view(count, num_kv_heads, num_heads // num_kv_heads, -1).permute(1, 2, 0, 3)
+    scores = grouped @ keys.float()[:, None].transpose(-1, -2) * scale  # [Hkv, group, n, L]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
+    out = weights @ values.float()[:, None]
+    return out.permute(2, 0, 1, 3).reshape(count, num_heads, -1).to(query.dtype)
+
+
+def copy_blocks(pools: Iterable[Tensor], copies: Tensor) -> None:
+    """Copy blocks within each pool [layers, num_blocks, Hkv, block_size, D], in place and in all layers.
+
+    copies: integers [C, 2], (source, destination). All sources are read before anything is written; destinations are
+    distinct.
+    """
+    sources, destinations = copies.long().unbind(1)
+    for pool in pools:
+        pool[:, destinations] = pool[:, sources]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] divided by the root of its mean square (plus eps), times weight [H] (Zhang and Sennrich, 2019)."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight.float() * normed).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm of x + residual, x + residual); the sum is rounded to the dtype of x before it is normed."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 * I] -> [T, I]: silu of the first half times the second half."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate query [T, Hq, D] and key [T, Hkv, D] by position (Su et al., 2021), pairing dimension i with i + rot / 2.
+
+    cos, sin: [T, rot], both halves given; dimensions from rot on pass through.
+    """
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotary_dim = cos.shape[-1]
+    turned, passed = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    low, high = turned.chunk(2, -1)
+    turned = turned * cos.float()[:, None] + torch.cat((-high, low), -1) * sin.float()[:, None]
+    return torch.cat((turned.to(x.dtype), passed), -1)
+
+
+def greedy_argmax(logits: Tensor) -> Tensor:
+    """int64 [R]: the token with the largest logit of each row of [R, V], the lowest on ties.
+
+    -1 for a row that holds a NaN or nothing above -inf.
+    """
+    top = logits.amax(-1, keepdim=True)  # NaN when any is
+    vocab_size = logits.shape[-1]
+    tokens = torch.arange(vocab_size, device=logits.device)
+    winner = torch.where(logits == top, tokens, vocab_size).amin(-1)
+    usable = top.squeeze(-1) > -torch.inf
+    return torch.where(usable, winner, -1)
+
+
+def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+    """int64 [R]: a draw from softmax(logits / temperature) of each row of [R, V], by the Gumbel-max trick.
+
+    The token with the largest logits / temperature + gumbel_noise, in float32, the lowest on ties; a logit of -inf
+    never wins; -1 for a row that holds a NaN or nothing above -inf. temperature: float32 [R], positive. keys: int64 or
+    uint64 [R]. The draw of a row depends on its logits, temperature and key alone.
+    """
+    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    tokens = torch.arange(logits.shape[-1], device=logits.device)[None]
+    for begin in range(0, logits.shape[0], ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        scaled = logits[rows].float() / temperature[rows, None].float()
+        out[rows] = greedy_argmax(scaled + gumbel_noise(keys[rows], tokens.expand(scaled.shape)))
+    return out
+
+
+def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """float32 [R, K]: standard Gumbel noise, a function of each row's key (int64 or uint64 [R]) and the token id [R,
+    K].
+
+    In 64-bit arithmetic modulo 2^64 with logical shifts, z = key + (token + 1) * 0x9E3779B97F4A7C15, then the finaliser
+    of SplitMix64: z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) * 0x94D049BB133111EB; z = z ^ z >> 31. With
+    u the top 32 bits of z and v = (u + 0.5) / 2^32, the noise is -log(-log1p(-v)), computed in float64 and rounded once
+    to float32, so that implementations agree although their logarithms differ in the last place. It lies between -3.14
+    and 22.88, and is finest where it is largest.
+    """
+    z = keys.view(torch.int64)[:, None] + (token_ids.to(torch.int64) + 1) * COUNTER_STEP
+    z = (z ^ _shift_right(z, 30)) * FIRST_MULTIPLIER
+    z = (z ^ _shift_right(z, 27)) * SECOND_MULTIPLIER
+    bits = _shift_right(z ^ _shift_right(z, 31), 32)
+    v = (bits.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-v)).float()
+
+
+def _shift_right(z: Tensor, count: int) -> Tensor:
+    """The logical shift of int64 seen as uint64: torch shifts the sign bit in."""
+    return (z >> count) & ((1 << (64 - count)) - 1)

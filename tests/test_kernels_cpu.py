@@ -1,0 +1,278 @@
+"""The C++ kernels against `reference`, with the fallback to it cut off so that the C++ path is what runs."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import make_case
+from pagedgen_kernels import cpu, reference
+from pagedgen_kernels.cpu import launchers
+from scipy import stats
+
+pytestmark = pytest.mark.skipif(
+    cpu.unavailable_reason() in ("PAGEDGEN_DISABLE_CPP is set", "no C++ compiler was found"),
+    reason="the C++ kernels are off",
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ULP = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_fallback() -> Iterator[None]:
+    """Takes the reference away from the launchers: a call that they do not cover fails."""
+    assert cpu.available(), cpu.unavailable_reason()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers, "reference", SimpleNamespace())
+        yield
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to the order of float32 sums and one rounding of the dtype."""
+    assert actual.dtype == expected.dtype
+    tolerance = ULP[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32])
+def test_attention_over_head_and_block_sizes(dtype: torch.dtype, head_dim: int, block_size: int) -> None:
+    lengths = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 65), (1, 130), (3, 3), (16, 33), (40, 70)]
+    case = make_case(lengths, 6, 2, head_dim, head_dim, block_size, dtype=dtype)
+    close(case.run(cpu), case.run(reference))
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_group_sizes(group: int, dtype: torch.dtype) -> None:
+    case = make_case([(1, 40), (2, 9), (1, 64), (31, 80), (1, 7)], 2 * group, 2, 64, 64, 16, dtype=dtype)
+    close(case.run(cpu), case.run(reference))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5, 50.0])
+@pytest.mark.parametrize("sliding_window", [None, 1, 7, 64, 100])
+def test_attention_options(sinks: bool, softcap: float | None, sliding_window: int | None) -> None:
+    lengths = [(1, 200), (1, 3), (5, 150), (90, 90), (50, 130)]
+    case = make_case(lengths, 6, 2, 48, 40, 8, sinks=sinks, softcap=softcap, sliding_window=sliding_window)
+    close(case.run(cpu), case.run(reference))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1500])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_splits_long_contexts(sliding_window: int | None, sinks: bool) -> None:
+    lengths = [(1, 1023), (1, 1024), (1, 1025), (3, 2100), (30, 3000)]
+    case = make_case(lengths, 2, 1, 32, 32, 32, sliding_window=sliding_window, sinks=sinks)
+    close(case.run(cpu), case.run(reference))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 100)), min_size=1, max_size=5),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 8)),
+    dims=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    block_size=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    sliding_window=st.none() | st.integers(1, 120),
+    softcap=st.none() | st.floats(0.5, 60),
+    sinks=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_attention_on_random_shapes(
+    contexts: list[tuple[int, int]], heads: tuple[int, int], dims: tuple[int, int], block_size: int, **options: Any
+) -> None:
+    lengths = [(queries, queries + before) for queries, before in contexts]
+    case = make_case(lengths, heads[0] * heads[1], heads[0], *dims, block_size, **options)
+    close(case.run(cpu), case.run(reference))
+
+
+def test_attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() -> None:
+    lengths = [(1, 1500), (1, 70), (20, 90), (64, 300)]
+    together = make_case(lengths, 6, 2, 64, 64, 16, dtype=torch.bfloat16)
+    out = together.run(cpu)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(together.run(cpu), out)
+    finally:
+        torch.set_num_threads(threads)
+    for s in range(len(lengths)):
+        begin, end = together.query_start[s : s + 2].tolist()
+        alone = cpu.paged_attention(
+            together.query[begin:end],
+            together.key_cache,
+            together.value_cache,
+            together.block_tables[s : s + 1],
+            together.context_lens[s : s + 1],
+            torch.tensor([0, end - begin], dtype=torch.int32),
+            **together.options,
+        )
+        assert torch.equal(alone, out[begin:end])
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_attention_passes_nan_of_used_slots_on(queries: int) -> None:
+    case = make_case([(queries, 50), (queries, 60)], 3, 3, 16, 16, 4)
+    used = int(case.block_tables[0, 1])
+    case.key_cache[used, 1, 2] = torch.nan
+    out = case.run(cpu)
+    assert torch.equal(out.isnan().flatten(1).any(1), case.run(reference).isnan().flatten(1).any(1))
+    assert out[queries - 1, 1].isnan().all()
+    assert not out[:, [0, 2]].isnan().any()
+    assert not out[queries:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_write_kv(dtype: torch.dtype, block_size: int) -> None:
+    fused = torch.randn(150, 5, 40).to(dtype)
+    key, value = fused[:, :2, :24], fused[:, 2:4, :]
+    shapes = ((200, 2, block_size, 24), (200, 2, block_size, 40))
+    slots = torch.randperm(200 * block_size)[:150]
+    caches = []
+    for kernels in (cpu, reference):
+        pair = tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+        kernels.write_kv(key, value, *pair, slots)
+        caches.append(pair)
+    assert torch.equal(caches[0][0], caches[1][0])
+    assert torch.equal(caches[0][1], caches[1][1])
+    assert torch.equal(caches[0][0][slots[7] // block_size, :, slots[7] % block_size], key[7])
+
+
+def test_copy_blocks() -> None:
+    pools = [torch.randn(3, 40, 2, 4, 8), torch.randn(2, 40, 1, 4, 8).to(torch.bfloat16)]
+    expected = [pool.clone() for pool in pools]
+    order = torch.randperm(40)
+    copies = torch.stack((order[:12], order[12:24]), 1)
+    cpu.copy_blocks(pools, copies)
+    reference.copy_blocks(expected, copies)
+    assert all(torch.equal(a, b) for a, b in zip(pools, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 15, 64, 576, 1000])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_norms_and_gate(dtype: torch.dtype, width: int, rows: int) -> None:
+    x, residual = (torch.randn(rows, 2 * width + 3).mul(3).to(dtype)[:, 1 : 2 * width + 1] for _ in range(2))
+    weight = torch.randn(2 * width).to(dtype)
+    close(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    normed, total = cpu.add_rms_norm(x, residual, weight, 1e-6)
+    expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-6)
+    close(normed, expected)
+    assert torch.equal(total, expected_total)
+    close(cpu.silu_mul(x), reference.silu_mul(x))
+
+
+def test_gate_at_extreme_values() -> None:
+    gate = torch.tensor([-200.0, -89.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, torch.nan, torch.inf])
+    close(
+        cpu.silu_mul(torch.cat((gate, torch.ones(10)))[None]),
+        reference.silu_mul(torch.cat((gate, torch.ones(10)))[None]),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (64, 16), (80, 32), (6, 2), (34, 34)])
+def test_rotary(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
+    fused = torch.randn(90, 8, dim + 4).to(dtype)
+    angles = torch.randn(90, rotary_dim)
+    query, key = fused[:, :5, :dim], fused[:, 5:7, 1 : dim + 1]
+    ours = cpu.apply_rotary(query, key, angles.cos(), angles.sin())
+    for mine, expected in zip(ours, reference.apply_rotary(query, key, angles.cos(), angles.sin()), strict=True):
+        close(mine, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 1023, 1025, 5000])
+def test_argmax_with_ties_and_unusable_rows(dtype: torch.dtype, vocab_size: int) -> None:
+    logits = torch.randn(20, vocab_size).mul(2).round().to(dtype)  # rounded, so that many tie
+    logits[3] = -torch.inf
+    logits[4, -1] = torch.nan
+    logits[5, 0] = torch.nan
+    logits[6, vocab_size // 2] = torch.inf
+    logits[7, :-1] = -torch.inf
+    for result in (cpu.greedy_argmax(logits), reference.greedy_argmax(logits)):
+        rows = logits.float().numpy()
+        assert result.tolist() == [-1 if r in (3, 4, 5) else int(rows[r].argmax()) for r in range(20)]
+    keys, temperature = torch.arange(20), torch.full((20,), 0.7)
+    drawn = cpu.gumbel_argmax(logits, temperature, keys)
+    assert torch.equal(drawn, reference.gumbel_argmax(logits, temperature, keys))
+    assert drawn[3:6].tolist() == [-1, -1, -1]
+    assert drawn[7] == vocab_size - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 10.0, 1e4])
+def test_gumbel_draws_equal_the_reference(dtype: torch.dtype, spread: float) -> None:
+    rows, vocab_size = 24, 3001
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(rows, vocab_size, generator=generator) * spread).to(dtype)
+    temperature = torch.logspace(-4, 2, rows)
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    assert torch.equal(cpu.gumbel_argmax(logits, temperature, keys), reference.gumbel_argmax(logits, temperature, keys))
+    unsigned = keys.view(torch.uint64)
+    assert torch.equal(
+        cpu.gumbel_argmax(logits, temperature, unsigned), reference.gumbel_argmax(logits, temperature, keys)
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(st.floats(-60, 60, width=32) | st.just(float("-inf")), min_size=1, max_size=80),
+    temperature=st.floats(0.01, 10),
+    key=st.integers(0, 2**64 - 1),
+)
+def test_gumbel_draw_on_random_rows(values: list[float], temperature: float, key: int) -> None:
+    arguments = torch.tensor([values]), torch.tensor([temperature]), torch.tensor([key], dtype=torch.uint64)
+    token = int(cpu.gumbel_argmax(*arguments))
+    assert token == int(reference.gumbel_argmax(*arguments))
+    assert token == -1 if max(values) == float("-inf") else values[token] > float("-inf")
+
+
+def test_noise_equals_the_reference() -> None:
+    keys = torch.randint(-(2**63), 2**63 - 1, (300,))
+    tokens = torch.randint(0, 200_000, (300, 70))
+    torch.testing.assert_close(cpu.gumbel_noise(keys, tokens), reference.gumbel_noise(keys, tokens), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    draws = 40_000
+    logits = torch.tensor([2.0, -1.0, 0.5, -torch.inf, 1.5, -4.0, 0.0, 2.0])
+    keys = torch.arange(draws) * 0x9E3779B9 + 12345
+    drawn = cpu.gumbel_argmax(logits.expand(draws, 8), torch.full((draws,), temperature), keys)
+    expected = (logits.double() / temperature).softmax(0) * draws
+    counts = drawn.bincount(minlength=8)
+    assert counts[3] == 0
+    seen = expected > 0
+    assert stats.chisquare(counts[seen].numpy(), expected[seen].numpy()).pvalue > 1e-3
+
+
+def fallbacks() -> dict[str, Callable[[], object]]:
+    """A call of each launcher that the C++ kernels do not cover."""
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    cache = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    tables, lens, start = (torch.tensor(v, dtype=torch.int32) for v in ([[0]], [3], [0, 3]))
+    return {
+        "write_kv": lambda: cpu.write_kv(x, x, cache, cache, torch.arange(3)),
+        "paged_attention": lambda: cpu.paged_attention(x, cache, cache, tables, lens, start, scale=1.0),
+        "copy_blocks": lambda: cpu.copy_blocks([cache[None]], torch.tensor([[0, 1], [1, 0]])),
+        "rms_norm": lambda: cpu.rms_norm(x[0], x[0, 0], 1e-5),
+        "add_rms_norm": lambda: cpu.add_rms_norm(x[0], x[1], x[0, 0], 1e-5),
+        "silu_mul": lambda: cpu.silu_mul(x[0]),
+        "apply_rotary": lambda: cpu.apply_rotary(x, x, torch.ones(3, 8), torch.ones(3, 8)),
+        "greedy_argmax": lambda: cpu.greedy_argmax(x[0]),
+        "gumbel_argmax": lambda: cpu.gumbel_argmax(x[0], torch.ones(2), torch.arange(2)),
+    }
+
+
+@pytest.mark.parametrize("name", fallbacks())
+def test_what_is_not_covered_goes_to_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(launchers, "reference", SimpleNamespace(**{name: lambda *args, **options: calls.append(name)}))
+    fallbacks()[name]()
+    assert calls == [name]
