@@ -1,0 +1,182 @@
+"""The native path of the Llama family: llama, mistral, qwen2, qwen3 and smollm3, with fused projections.
+
+Sources: Touvron et al., 2023 (LLaMA); Jiang et al., 2023 (Mistral 7B); the Qwen2, Qwen3 and SmolLM3 reports. The order
+of casts is that of `transformers`, so that logits agree.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pagedgen.execution.attention import AttentionBackend
+from pagedgen.execution.batch import ForwardBatch
+from pagedgen.execution.kv_cache import KVCache, LayerKV
+from pagedgen.models.base import ModelSpec
+from pagedgen.models.linear import Linear, make_linear
+from pagedgen.models.rope import RotaryEmbedding
+from pagedgen.models.weights import Checkpoint
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
+
+
+def is_native(config: Any) -> bool:
+    """Whether this module computes the model: one of the family, with the activation that all of them use."""
+    return config.model_type in MODEL_TYPES and config.hidden_act == "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer. window: sliding window in tokens, or None. use_rope: False in SmolLM3's NoPE layers."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+    use_rope: bool
+
+
+class LlamaModel:
+    """A decoder over packed weights; see `Model` for its calls."""
+
+    def __init__(
+        self, name: str, config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._eps: float = config.rms_norm_eps
+        self._num_heads: int = config.num_attention_heads
+        self._num_kv_heads: int = config.num_key_value_heads
+        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        loader = _Loader(config, checkpoint, dtype, device)
+        self._embedding = loader.tensor("model.embed_tokens.weight")
+        self._layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
+        self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), loader.tensor("model.norm.weight"))
+        self._head = loader.head(self._embedding)
+        self._rope = RotaryEmbedding(config, device, dtype)
+        self.spec = ModelSpec(
+            name=name,
+            architecture=config.model_type,
+            path="native",
+            vocab_size=self._embedding.shape[0],
+            max_position=config.max_position_embeddings,
+            layers=(LayerKV(self._num_kv_heads, self._head_dim, self._head_dim),) * config.num_hidden_layers,
+            dtype=dtype,
+            device=device,
+            weight_bytes=loader.bytes,
+            kv_depends_on_length=self._rope.depends_on_length,
+        )
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
+        """The normalised hidden states of `batch.logit_rows`, [R, hidden_size]."""
+        kernels = attention.kernels
+        residual: torch.Tensor = functional.embedding(batch.input_ids, self._embedding)
+        rotation = self._rope(batch.positions, batch.rope_lens)
+        normed: torch.Tensor = kernels.rms_norm(residual, self._layers[0].input_norm, self._eps)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+            heads = self._attend(index, layer, normed, rotation, batch, kv_cache, attention)
+            if index == len(self._layers) - 1 and batch.logit_rows.shape[0] < batch.num_tokens:
+                # past the last attention no token reads another, so only the rows that are asked for go on
+                heads, residual = heads[batch.logit_rows], residual[batch.logit_rows]
+            normed, residual = kernels.add_rms_norm(layer.output(heads), residual, layer.post_norm, self._eps)
+            product = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+            normed, residual = kernels.add_rms_norm(product, residual, next_norm, self._eps)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size], in the model's dtype."""
+        return self._head(hidden)
+
+    def _attend(
+        self,
+        index: int,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """[T, hidden_size] -> [T, num_heads * head_dim]."""
+        kernels = attention.kernels
+        heads = layer.qkv(hidden).view(batch.num_tokens, -1, self._head_dim)
+        query, key, value = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = kernels.rms_norm(query.reshape(-1, self._head_dim), layer.query_norm, self._eps).view(query.shape)
+            key = kernels.rms_norm(key.reshape(-1, self._head_dim), layer.key_norm, self._eps).view(key.shape)
+        if layer.use_rope:
+            query, key = kernels.apply_rotary(query, key, *rotation)
+        out = attention.forward(
+            index,
+            query,
+            key,
+            value,
+            batch,
+            kv_cache,
+            scale=self._head_dim**-0.5,
+            sliding_window=layer.window,
+        )
+        return out.view(batch.num_tokens, -1)
+
+
+class _Loader:
+    """Reads, fuses and packs the weights of one model, counting the bytes that stay."""
+
+    def __init__(self, config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._checkpoint, self._dtype, self._device = config, checkpoint, dtype, device
+        attention_bias = getattr(config, "attention_bias", False)
+        self._qkv_bias = attention_bias or config.model_type == "qwen2"
+        self._output_bias = attention_bias
+        self._mlp_bias = getattr(config, "mlp_bias", False)
+        self.bytes = 0
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._checkpoint.load(name, self._dtype, self._device)
+        self.bytes += tensor.nbytes
+        return tensor
+
+    def linear(self, *names: str, bias: bool) -> Linear:
+        """The named projections of one input, fused along their outputs."""
+        weights = [self.tensor(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
+        if len(names) == 1:
+            return make_linear(weights[0], biases[0] if bias else None)
+        return make_linear(torch.cat(weights), torch.cat(biases) if bias else None)
+
+    def layer(self, index: int) -> _Layer:
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        has_norms = self._config.model_type == "qwen3"
+        return _Layer(
+            input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
+            qkv=self.linear(*(f"{attention}.{part}_proj" for part in "qkv"), bias=self._qkv_bias),
+            query_norm=self.tensor(f"{attention}.q_norm.weight") if has_norms else None,
+            key_norm=self.tensor(f"{attention}.k_norm.weight") if has_norms else None,
+            output=self.linear(f"{attention}.o_proj", bias=self._output_bias),
+            post_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=self._mlp_bias),
+            down=self.linear(f"{mlp}.down_proj", bias=self._mlp_bias),
+            window=self._window(index),
+            use_rope=self._config.model_type != "smollm3" or bool(self._config.no_rope_layers[index]),
+        )
+
+    def head(self, embedding: torch.Tensor) -> Linear:
+        """The LM head; a tied one repacks the embedding. A head that the checkpoint has wins over a config that ties
+        it, as in `transformers`."""
+        if self._config.tie_word_embeddings and "lm_head.weight" not in self._checkpoint:
+            if self._device.type == "cpu":
+                self.bytes += embedding.nbytes
+            return make_linear(embedding)
+        return self.linear("lm_head", bias=False)
+
+    def _window(self, index: int) -> int | None:
+        config = self._config
+        if config.model_type == "llama":
+            return None
+        sliding = config.model_type == "mistral" or config.layer_types[index] == "sliding_attention"
+        window: int | None = config.sliding_window if sliding else None
+        return window

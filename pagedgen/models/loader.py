@@ -1,0 +1,98 @@
+"""From a model's name to a loaded model, with everything that can go wrong found before the weights are read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagedgen.config import EngineConfig
+from pagedgen.models import source as sources
+from pagedgen.models.base import Model
+from pagedgen.models.llama import LlamaModel, is_native
+from pagedgen.models.source import ModelSource, resolve_model
+from pagedgen.models.support import check_length, check_memory, check_supported, resolve_device, resolve_dtype
+from pagedgen.models.weights import Checkpoint
+
+__all__ = [
+    "LoadedModel",
+    "ModelSource",
+    "check_model",
+    "check_supported",
+    "load_model",
+    "resolve_dtype",
+    "resolve_model",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """tokenizer_path: a local folder for AutoTokenizer. generation_config: generation_config.json as it stands, {} if
+    there is none. hf_config: the model's `transformers` config."""
+
+    model: Model
+    tokenizer_path: str
+    generation_config: dict[str, Any]
+    hf_config: Any
+
+
+def check_model(source: ModelSource) -> None:
+    """Raise PagedgenError for a model that cannot run, without reading or downloading its weights."""
+    if source.kind == "gguf":
+        from pagedgen.models.gguf import check_gguf
+
+        assert source.path is not None
+        check_gguf(source.path)
+    else:
+        check_supported(sources.read_config(sources.fetch_config(source), source.name), source.name)
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load `config.model` on its device and in its dtype.
+
+    Raises PagedgenError (or UsageError for the device) in one sentence, before any weights are read wherever it can be
+    known by then.
+    """
+    source = resolve_model(config.model)
+    device = resolve_device(config.device)
+    if source.kind == "gguf":
+        from pagedgen.models.gguf import checkpoint_dtype, convert_gguf
+
+        assert source.path is not None
+        dtype = resolve_dtype(config.dtype, checkpoint_dtype(source.path), device)
+        folder = convert_gguf(source.path, dtype)
+        hf_config = sources.read_config(folder, source.name)
+        checkpoint = Checkpoint(folder)
+    else:
+        check_model(source)
+        folder = sources.fetch(source)
+        hf_config = sources.read_config(folder, source.name)
+        checkpoint = Checkpoint(folder)
+        dtype = resolve_dtype(config.dtype, _checkpoint_dtype(hf_config, checkpoint), device)
+    check_length(config.max_model_len, hf_config)
+    check_memory(source.name, _weight_bytes(hf_config, checkpoint, dtype, device), device)
+    model = _load(source.name, folder, hf_config, checkpoint, dtype, device)
+    return LoadedModel(model, str(folder), sources.read_generation_config(folder), hf_config)
+
+
+def _load(
+    name: str, folder: Path, hf_config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> Model:
+    if is_native(hf_config):
+        return LlamaModel(name, hf_config, checkpoint, dtype, device)
+    from pagedgen.models.hf import load_hf_model
+
+    return load_hf_model(name, folder, dtype, device)
+
+
+def _checkpoint_dtype(hf_config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    declared = getattr(hf_config, "dtype", None)
+    return declared if isinstance(declared, torch.dtype) else checkpoint.main_dtype()
+
+
+def _weight_bytes(hf_config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
+    """What the loaded weights will occupy: on a CPU a tied head is a packed copy of the embedding."""
+    parameters = checkpoint.num_parameters()
+    if device.type == "cpu" and hf_config.tie_word_embeddings and "lm_head.weight" not in checkpoint:
+        parameters += hf_config.vocab_size * hf_config.hidden_size
+    return parameters * dtype.itemsize
