@@ -23,6 +23,7 @@ PROBE_TOKENS = 256
 # Left alone on the device, for the rest of the process and of the machine: a share of the total, and no less than this.
 RESERVE_SHARE = 0.2
 RESERVE_BYTES = 1 << 30
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory(device: torch.device) -> tuple[int, int]:
@@ -33,10 +34,12 @@ def available_memory(device: torch.device) -> tuple[int, int]:
         return free, total
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     with contextlib.suppress(OSError, ValueError):
-        allowed = int(limit.read_text())
-        free, total = min(free, allowed - int(used.read_text())), min(total, allowed)
+        allowed = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        reclaimable = int(stat.get("inactive_file", 0))
+        free, total = min(free, allowed - used + reclaimable), min(total, allowed)
     return free, total
 
 

@@ -1,0 +1,253 @@
+"""The engine: composes the policy half (scheduling) and the device half (execution)."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedgen.config import EngineConfig
+from pagedgen.errors import RowError
+from pagedgen.execution.attention import choose_backend
+from pagedgen.execution.kv_cache import KVCache
+from pagedgen.execution.memory import size_pool
+from pagedgen.execution.runner import ModelRunner
+from pagedgen.models.loader import load_model
+from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids, validate_params
+from pagedgen.request import Completion, FinishReason, Request, SamplingParams, Status
+from pagedgen.scheduling.blocks import BlockManager
+from pagedgen.scheduling.scheduler import Scheduler
+from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
+from pagedgen.stats.types import RunInfo, StepSample
+from pagedgen.step import SlotArrays, StepPlan
+from pagedgen.text.stop import StopChecker
+from pagedgen.text.tokenizer import Tokenizer
+from pagedgen.units import format_bytes
+
+# Requests tokenized in one call.
+TOKENIZE_BATCH = 64
+
+
+class Engine:
+    """Generates completions for a stream of requests with continuous batching over one paged KV pool.
+
+    on_phase is called with a word on what the start-up is doing; on_step with a StepSample after every step.
+
+    Raises PagedgenError when the model cannot be loaded or the memory does not suffice, UsageError for a wrong setting.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        on_phase: Callable[[str], None] | None = None,
+        on_step: Callable[[StepSample], None] | None = None,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self._on_step = on_step
+        phase = on_phase or (lambda _: None)
+        phase("loading the model")
+        loaded = load_model(config)
+        self.model = loaded.model
+        self.spec = spec = loaded.model.spec
+        self.generation_config = loaded.generation_config
+        self.tokenizer = Tokenizer.load(loaded.tokenizer_path)
+        stated = loaded.generation_config.get("eos_token_id", getattr(loaded.hf_config, "eos_token_id", None))
+        self.end_ids = frozenset(merge_eos_token_ids(stated, self.tokenizer.eos_token_ids))
+        self.default_params = defaults_from_generation_config(self.generation_config, {})
+        self.max_model_len = config.max_model_len or spec.max_position
+        phase("measuring memory")
+        attention = choose_backend(spec.device)
+        self.attention_name, self.kernels_note = attention.name, attention.note
+        num_blocks = size_pool(config, self.model, attention, self.max_model_len)
+        self.kv_bytes = num_blocks * KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
+        cache = KVCache(spec.layers, num_blocks, config.block_size, spec.dtype, spec.device)
+        self.runner = ModelRunner(self.model, cache, attention)
+        self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)
+        self.blocks = BlockManager(num_blocks, self.state, config.prefix_cache and not spec.kv_depends_on_length)
+        self.scheduler = Scheduler(self.state, self.blocks, config.max_batch_tokens)
+
+    @property
+    def info(self) -> RunInfo:
+        """What runs on what, for reports."""
+        spec = self.spec
+        return RunInfo(
+            model=spec.name,
+            device=spec.device.type,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            kernels=self.attention_name,
+            kv_bytes=self.kv_bytes,
+            kv_blocks=self.blocks.num_blocks,
+            block_size=self.blocks.block_size,
+        )
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Complete the requests and yield each completion as it finishes, so not in their order.
+
+        Requests are pulled as they are needed: memory does not grow with their number. A request that cannot be
+        completed yields a Completion with a status other than `ok`. Only one `generate` may be under way at a time.
+        """
+        if self.scheduler.has_work:
+            raise RuntimeError("another generate() of this engine is still under way; close it first")
+        source = iter(requests)
+        try:
+            while True:
+                yield from self._fill(source)
+                if not self.scheduler.has_work:
+                    return
+                for group in self._step():
+                    yield from (self._completion(sequence) for sequence in group.sequences)
+        finally:
+            self.scheduler.abort()
+
+    def _step(self) -> list[SequenceGroup]:
+        """Schedule, execute, update: one step of all running sequences. The groups that finished in it."""
+        before = replace(self.scheduler.counts)
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        assert plan is not None, "a step was asked for, but there is no work"
+        scheduled = time.perf_counter()
+        memory = self._memory(plan)
+        result = self.runner.execute(plan, self.state)
+        executed = time.perf_counter()
+        finished = self.scheduler.update(plan, result)
+        if self._on_step is not None:
+            ended, counts = time.perf_counter(), self.scheduler.counts
+            self._on_step(
+                StepSample(
+                    start=started,
+                    end=ended,
+                    **memory,
+                    total_blocks=self.blocks.num_blocks,
+                    block_size=self.blocks.block_size,
+                    prompt_tokens=counts.prompt_tokens - before.prompt_tokens,
+                    output_tokens=counts.output_tokens - before.output_tokens,
+                    cached_prompt_tokens=counts.cached_tokens - before.cached_tokens,
+                    preemptions=counts.preemptions - before.preemptions,
+                    block_copies=len(plan.copies),
+                    schedule_s=scheduled - started,
+                    build_s=result.seconds[0],
+                    model_s=result.seconds[1],
+                    sample_s=result.seconds[2],
+                    update_s=ended - executed,
+                )
+            )
+        return finished
+
+    def _memory(self, plan: StepPlan) -> dict[str, int]:
+        """The blocks while the step's sequences hold them; each token of the step fills one more slot."""
+        return {
+            "used_blocks": self.blocks.num_used,
+            "cached_blocks": self.blocks.num_cached,
+            "free_blocks": self.blocks.num_free,
+            "filled_slots": self.blocks.filled_slots + plan.num_tokens,
+            "logical_blocks": self.blocks.logical_blocks,
+            "running": self.scheduler.num_running,
+            "waiting": len(self.scheduler.waiting),
+        }
+
+    def _fill(self, source: Iterator[Request]) -> Iterator[Completion]:
+        """Tokenize requests ahead of the scheduler, in batches; yields those that cannot be run."""
+        while len(self.scheduler.waiting) < max(TOKENIZE_BATCH, self.config.max_seqs):
+            batch = list(itertools.islice(source, TOKENIZE_BATCH))
+            if not batch:
+                return
+            texts = [request.prompt for request in batch if request.prompt_token_ids is None]
+            encoded = iter(self.tokenizer.encode_batch([text or "" for text in texts], add_special_tokens=True))
+            for request in batch:
+                ids = request.prompt_token_ids if request.prompt_token_ids is not None else next(encoded)
+                try:
+                    self.scheduler.add(SequenceGroup([self._sequence(request, ids)]))
+                except RowError as error:
+                    yield Completion(
+                        request.row, request.id, 0, error.status, error=error.message, prompt_tokens=len(ids)
+                    )
+
+    def _sequence(self, request: Request, prompt: Iterable[int]) -> Sequence:
+        """Raises RowError with status bad_row, too_long or unfit when the request cannot be run."""
+        try:
+            params = validate_params(request.params or self.default_params)
+        except ValueError as error:
+            raise RowError(Status.BAD_ROW, str(error)) from None
+        beyond = [token_id for token_id in params.stop_token_ids if token_id >= self.spec.vocab_size]
+        if beyond:
+            raise RowError(
+                Status.BAD_ROW,
+                f"stop_token_ids holds {beyond[0]}, but the vocabulary has {self.spec.vocab_size} tokens",
+            )
+        given = np.fromiter(prompt, np.int64)
+        if not len(given):
+            raise RowError(Status.BAD_ROW, "the prompt is empty; give it at least one token")
+        if given.min() < 0 or given.max() >= self.spec.vocab_size:
+            raise RowError(
+                Status.BAD_ROW, f"prompt_token_ids holds an id outside the vocabulary of {self.spec.vocab_size} tokens"
+            )
+        token_ids = self._fit(given.astype(np.int32), params)
+        length, max_total = len(token_ids), self.max_model_len
+        if params.max_tokens is not None:
+            max_total = min(max_total, length + params.max_tokens)
+        elif length < self.scheduler.capacity:
+            max_total = min(max_total, self.scheduler.capacity)
+        # The last token is drawn, but its key and value are never computed.
+        if self.blocks.blocks_for(max_total - 1) > self.blocks.num_blocks:
+            raise RowError(
+                Status.UNFIT,
+                f"{length} prompt tokens and up to {max_total - length} new ones need more than the KV pool of "
+                f"{self.scheduler.capacity} tokens ({format_bytes(self.kv_bytes)}); raise --kv-memory or lower "
+                f"--max-tokens",
+            )
+        end_ids = frozenset(params.stop_token_ids) if params.ignore_eos else self.end_ids | set(params.stop_token_ids)
+        return Sequence(
+            request=request,
+            params=params,
+            token_ids=token_ids,
+            num_prompt=length,
+            max_total=max_total,
+            end_ids=end_ids,
+            key=random_key(params.seed, request.id, 0),
+            stop_checker=StopChecker(self.tokenizer, params.stop, params.min_tokens) if params.stop else None,
+        )
+
+    def _fit(self, token_ids: NDArray[np.int32], params: SamplingParams) -> NDArray[np.int32]:
+        """Refuse or truncate a prompt that leaves no room for one new token. Truncation makes room for max_tokens, as
+        far as that leaves at least half of the model's length to the prompt."""
+        limit, how = self.max_model_len - 1, self.config.on_too_long
+        if len(token_ids) <= limit:
+            return token_ids
+        if how == "error":
+            raise RowError(
+                Status.TOO_LONG,
+                f"the prompt has {len(token_ids)} tokens, but with one new token at most {self.max_model_len} fit; "
+                f"shorten it, raise --max-model-len, or pass --on-too-long truncate-left",
+            )
+        keep = max(self.max_model_len - (params.max_tokens or 1), self.max_model_len // 2)
+        return token_ids[-keep:] if how == "truncate-left" else token_ids[:keep]
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        request, status = sequence.request, sequence.status
+        assert status is not None
+        generated = sequence.generated.tolist()
+        error = None
+        if status is Status.NAN_LOGITS:
+            error = f"the model's logits were NaN or all -inf at position {len(sequence.token_ids)}"
+        text = sequence.final_text
+        if text is None and status is Status.OK:
+            ended_by_id = sequence.finish_reason is FinishReason.STOP
+            text = self.tokenizer.decode(generated[:-1] if ended_by_id else generated)
+        logprobs = tuple(sequence.logprobs) if sequence.params.logprobs is not None else None
+        return Completion(
+            row=request.row,
+            id=request.id,
+            sample=sequence.sample,
+            status=status,
+            text=text,
+            finish_reason=sequence.finish_reason,
+            error=error,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=max(0, sequence.cached_tokens),
+            token_ids=tuple(generated),
+            cumulative_logprob=sum(x.logprob for x in logprobs) if logprobs is not None else None,
+            logprobs=logprobs,
+        )

