@@ -103,6 +103,5 @@ class JobConfig:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     overrides: Mapping[str, object] = field(default_factory=dict)
-    strict: bool = False
     quiet: bool = False
     command: tuple[str, ...] = ()

@@ -1,0 +1,313 @@
+"""`pagedgen run` as a user types it: results, exit codes, and one sentence for each mistake."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from tiny_models import tiny_checkpoint
+from typer.testing import CliRunner
+
+from pagedgen import __version__
+from pagedgen.cli import app
+
+FIRST_COLUMNS = [
+    "row",
+    "id",
+    "sample",
+    "status",
+    "text",
+    "finish_reason",
+    "error",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "cumulative_logprob",
+    "score",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*args, **options):
+    """(exit code, stdout, stderr) of a command in this process."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args], **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run(model, *args, **options):
+    return call("run", *args, "-m", model, "--kv-memory", "4MiB", "--max-model-len", "128", **options)
+
+
+def sentence(stderr):
+    """The one line of an error, which is no traceback."""
+    lines = [line for line in stderr.splitlines() if not line.startswith("[")]
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("pagedgen: ")
+    return lines[0]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+PROMPTS = [{"prompt": f"the quick brown fox {i}", "kind": "text"} for i in range(5)]
+
+
+def test_rows_come_out_in_order_with_the_contract_s_columns(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    code, stdout, stderr = run(model, "in.jsonl", "--max-tokens", 6)
+    assert (code, stdout) == (0, "")
+    assert "in.completions.parquet" in stderr
+    table = pq.read_table(folder / "in.completions.parquet")
+    assert table.column_names == [*FIRST_COLUMNS, "prompt", "kind", "extra"]
+    rows = table.to_pylist()
+    assert [row["row"] for row in rows] == list(range(5))
+    for row in rows:
+        assert row["status"] == "ok"
+        assert row["error"] is None
+        assert 1 <= row["completion_tokens"] <= 6
+        assert (row["finish_reason"] == "length") == (row["completion_tokens"] == 6)
+    stats = json.loads((folder / "in.completions.parquet.run" / "stats.json").read_text())
+    assert stats["rows_done"] == 5
+    assert stats["kernels"] in ("cpp", "torch")
+    manifest = json.loads((folder / "in.completions.parquet.run" / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+
+
+def test_a_bad_line_is_an_outcome_and_the_run_goes_on(folder, model):
+    lines = [
+        json.dumps(PROMPTS[0]),
+        "{broken",
+        json.dumps({"prompt": "x", "temperature": -1}),
+        json.dumps({"kind": "x"}),
+    ]
+    (folder / "in.jsonl").write_text("\n".join([*lines, json.dumps(PROMPTS[1])]))
+    code, _, stderr = run(model, "in.jsonl", "-o", "out.jsonl", "--max-tokens", 3)
+    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert code == 0
+    assert [row["status"] for row in rows] == ["ok", "bad_row", "bad_row", "bad_row", "ok"]
+    assert [row["row"] for row in rows] == list(range(5))
+    assert "in.jsonl line 2" in rows[1]["error"]
+    assert "temperature" in rows[2]["error"]
+    assert "in.jsonl line 3" in rows[2]["error"]
+    assert "bad_row" in stderr
+
+
+def test_strict_turns_a_bad_row_into_exit_code_3(folder, model):
+    (folder / "in.jsonl").write_text('{"prompt": "x"}\n{broken\n')
+    assert run(model, "in.jsonl", "--strict", "--max-tokens", 2)[0] == 3
+    write_jsonl(folder / "fine.jsonl", PROMPTS)
+    assert run(model, "fine.jsonl", "--strict", "--max-tokens", 2)[0] == 0
+
+
+def test_options_of_a_row_win_over_the_command_line(folder, model):
+    write_jsonl(folder / "in.jsonl", [{"prompt": "fox", "max_tokens": 2}, {"prompt": "fox"}])
+    run(model, "in.jsonl", "--max-tokens", 5, "--ignore-eos", "--token-ids")
+    table = pq.read_table("in.completions.parquet").to_pylist()
+    assert [len(row["token_ids"]) for row in table] == [2, 5]
+    assert [row["completion_tokens"] for row in table] == [2, 5]
+
+
+def test_logprobs_are_written_and_sum_up(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS[:2])
+    run(model, "in.jsonl", "--max-tokens", 4, "--ignore-eos", "--logprobs", 2)
+    for row in pq.read_table("in.completions.parquet").to_pylist():
+        assert len(row["logprobs"]) == 4
+        assert all(len(entry["top"]) == 2 for entry in row["logprobs"])
+        assert row["cumulative_logprob"] == pytest.approx(sum(entry["logprob"] for entry in row["logprobs"]), abs=1e-4)
+        # The model is greedy by default: what was chosen is what is likeliest.
+        assert all(entry["token_id"] == entry["top"][0]["token_id"] for entry in row["logprobs"])
+
+
+def test_every_way_to_give_a_prompt(folder, model):
+    write_jsonl(
+        folder / "in.jsonl",
+        [
+            {"messages": [{"role": "user", "content": "the fox"}]},
+            {"prompt": "the fox"},
+            {"prompt_token_ids": [5, 6, 7]},
+        ],
+    )
+    run(model, "in.jsonl", "--max-tokens", 2)
+    chat, text, ids = pq.read_table("in.completions.parquet").to_pylist()
+    assert chat["prompt_tokens"] == text["prompt_tokens"] > 5  # a text is one user message
+    assert ids["prompt_tokens"] == 3
+    (folder / "questions.csv").write_text("question,name\nthe fox,A\n")
+    run(model, "questions.csv", "--prompt-column", "question", "--raw", "-o", "a.parquet", "--max-tokens", 2)
+    run(model, "questions.csv", "--template", "{{ question }}{{ name }}", "--raw", "-o", "b.parquet", "--max-tokens", 2)
+    (folder / "template.txt").write_text("{{ question }}{{ name }}")
+    run(model, "questions.csv", "--template", "template.txt", "--raw", "-o", "c.parquet", "--max-tokens", 2)
+    column, inline, file = (pq.read_table(f"{name}.parquet").to_pylist()[0] for name in "abc")
+    assert column["prompt_tokens"] < inline["prompt_tokens"] == file["prompt_tokens"]
+
+
+def test_a_folder_as_output_holds_parts(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    assert run(model, "in.jsonl", "-o", "out", "--max-tokens", 2)[0] == 0
+    assert pq.read_table(folder / "out").num_rows == 5
+    assert [path.name for path in (folder / "out").iterdir()] == ["part-00000.parquet"]
+
+
+def test_too_long_prompts_are_refused_or_truncated(folder, model):
+    write_jsonl(folder / "in.jsonl", [{"prompt_token_ids": [9] * 200}, {"prompt_token_ids": [9] * 20}])
+    run(model, "in.jsonl", "-o", "a.parquet", "--max-tokens", 8)
+    long, short = pq.read_table("a.parquet").to_pylist()
+    assert (long["status"], short["status"]) == ("too_long", "ok")
+    assert "200 tokens" in long["error"]
+    run(model, "in.jsonl", "-o", "b.parquet", "--max-tokens", 8, "--ignore-eos", "--on-too-long", "truncate-left")
+    long, short = pq.read_table("b.parquet").to_pylist()
+    assert (long["status"], long["prompt_tokens"], long["completion_tokens"]) == ("ok", 120, 8)
+
+
+def test_what_never_fits_the_pool_is_unfit(folder, model):
+    write_jsonl(
+        folder / "in.jsonl", [{"prompt_token_ids": [9] * 20, "max_tokens": 100}, {"prompt": "a", "max_tokens": 2}]
+    )
+    code, _, _ = call("run", "in.jsonl", "-m", model, "--kv-memory", "16KiB", "--max-model-len", 128)
+    big, small = pq.read_table("in.completions.parquet").to_pylist()
+    assert (code, big["status"], small["status"]) == (0, "unfit", "ok")
+    assert "--kv-memory" in big["error"]
+
+
+def test_stdin_is_read_when_it_is_piped(folder, model):
+    (folder / "in.txt").write_text("the quick\nbrown fox\n")
+    with open("in.txt", "rb") as stdin:
+        done = subprocess.run(
+            [sys.executable, "-m", "pagedgen", "run", "-m", model, "--max-tokens", "2", "--kv-memory", "4MiB"],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "\x1b" not in done.stderr
+    assert pq.read_table("stdin.completions.parquet").column("prompt").to_pylist() == ["the quick", "brown fox"]
+
+
+def test_quiet_shows_nothing(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    assert run(model, "in.jsonl", "--quiet", "--max-tokens", 2) == (0, "", "")
+
+
+def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    assert run(model, "in.jsonl", "--max-tokens", 2)[0] == 0
+    code, _, stderr = run(model, "in.jsonl", "--max-tokens", 2)
+    assert code == 2
+    assert "--overwrite" in sentence(stderr)
+    assert run(model, "in.jsonl", "--max-tokens", 2, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["nowhere.jsonl"], 2, ["nowhere.jsonl"]),
+        (["in.jsnl"], 2, ["in.jsnl", "in.jsonl"]),
+        (["empty.jsonl"], 2, ["empty.jsonl"]),
+        (["image.png"], 2, ["image.png"]),
+        (["questions.csv"], 2, ["question", "name", "--prompt-column"]),
+        (["in.jsonl", "--prompt-column", "promt"], 2, ["promt", "prompt"]),
+        (["in.jsonl", "--template", "{{ prompt"], 2, ["--template"]),
+        (["in.jsonl", "--template", "nowhere.txt"], 2, ["--template", "nowhere.txt"]),
+        (["in.jsonl", "-o", "in.jsonl", "--overwrite"], 2, ["in.jsonl", "-o"]),
+        (["in.jsonl", "-o", "exists.parquet"], 2, ["exists.parquet", "--overwrite"]),
+        (["in.jsonl", "-o", "full"], 2, ["full", "--overwrite"]),
+        (["in.jsonl", "-o", "out.xlsx"], 2, ["out.xlsx"]),
+        (["in.jsonl", "--keep", "nothing_there"], 2, ["nothing_there", "kind"]),
+        (["in.jsonl", "--temperature", "-1"], 2, ["--temperature"]),
+        (["in.jsonl", "--top-p", "1.5"], 2, ["--top-p"]),
+        (["in.jsonl", "--max-tokens", "0"], 2, ["--max-tokens"]),
+        (["in.jsonl", "--min-tokens", "9", "--max-tokens", "3"], 2, ["--min-tokens"]),
+        (["in.jsonl", "-m", "nowhere/at-all"], 1, ["nowhere/at-all"]),
+        (["in.jsonl", "-m", "full"], 2, ["full", "config.json"]),
+        (["in.jsonl", "-m", "image.png"], 2, ["image.png"]),
+        (["in.jsonl", "--dataset", "x"], 2, ["--dataset"]),
+        (["in.jsonl", "--split", "x"], 2, ["--split"]),
+        (["in.jsonl", "--kv-memory", "100B"], 1, ["--kv-memory"]),
+        (["in.jsonl", "--kv-memory", "900TiB"], 1, ["--kv-memory"]),
+        (["in.jsonl", "--max-model-len", "100000"], 2, ["--max-model-len"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_it(folder, model, args, code, words, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    (folder / "empty.jsonl").touch()
+    (folder / "image.png").write_bytes(b"\x89PNG\r\n")
+    (folder / "questions.csv").write_text("question,name\nwhy?,A\n")
+    (folder / "exists.parquet").touch()
+    (folder / "full").mkdir()
+    (folder / "full" / "mine.txt").touch()
+    if "-m" not in args:
+        args = [*args, "-m", model]
+    before = sorted(path.name for path in folder.rglob("*"))
+    found, stdout, stderr = call("run", *args)
+    assert (found, stdout) == (code, ""), stderr
+    message = sentence(stderr)
+    for word in words:
+        assert word in message
+    assert sorted(path.name for path in folder.rglob("*")) == before, "a refused command leaves nothing behind"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_output_that_cannot_be_written_is_refused(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    (folder / "locked").mkdir(mode=0o500)
+    code, _, stderr = run(model, "in.jsonl", "-o", "locked/out.parquet")
+    assert code == 2
+    assert "locked" in sentence(stderr)
+
+
+def test_an_unknown_option_and_a_bad_size_are_usage_errors(folder):
+    assert call("run", "--nonsense")[0] == 2
+    code, _, stderr = call("run", "--kv-memory", "much")
+    assert code == 2
+    assert "much" in stderr
+    assert call("run", "--block-size", "0")[0] == 2
+
+
+def test_version_and_help():
+    assert call("--version") == (0, f"pagedgen {__version__}\n", "")
+    code, stdout, _ = call("run", "--help")
+    assert code == 0
+    for option in ("--kv-memory", "--template", "--stop-token-ids", "--no-prefix-cache", "--on-too-long"):
+        assert option in re.sub(r"\x1b\[[0-9;]*m", "", stdout)
+
+
+def test_ctrl_c_keeps_what_is_finished(folder, model):
+    """The process is interrupted once its first rows are done; it exits with 130 and says where they are."""
+    write_jsonl(folder / "in.jsonl", [{"prompt": f"fox {i}"} for i in range(20_000)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagedgen", "run", "in.jsonl", "-m", model, "--ignore-eos", "--max-tokens", "100"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / "in.completions.parquet.run" / "manifest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "interrupted after" in stderr
+    manifest = json.loads(Path("in.completions.parquet.run/manifest.json").read_text())
+    assert manifest["status"] == "interrupted"
