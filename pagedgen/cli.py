@@ -134,7 +134,7 @@ def _run(given: dict[str, Any]) -> int:
         quiet=given["quiet"],
         command=tuple(sys.argv),
     )
-    # Threads that wait for the others of a parallel region give their core away. By default they spin, and then one other
+    # Threads that wait for the others of a parallel region give their core away. By default they spin, and one other
     # busy process slows each of the hundreds of short regions of a step down. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from pagedgen.job import run_job  # pyarrow, torch and transformers are imported only when there is a job

@@ -270,6 +270,13 @@ def fallbacks() -> dict[str, Callable[[], object]]:
     }
 
 
+def test_transposed_views_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "reference", reference)
+    x, weight = torch.randn(16, 8).T, torch.randn(16)
+    close(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x.contiguous(), weight, 1e-5))
+    assert torch.equal(cpu.greedy_argmax(x), x.argmax(-1))
+
+
 @pytest.mark.parametrize("name", fallbacks())
 def test_what_is_not_covered_goes_to_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []

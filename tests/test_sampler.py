@@ -44,6 +44,12 @@ def kept_by_transformers(logits, temperature, top_k, top_p, min_p):
     return set(torch.isfinite(scores[0]).nonzero().flatten().tolist())
 
 
+def mass_before(scaled, top_k, token):
+    """The mass of the tokens likelier than `token` among the top k, in float64: what top-p compares with p."""
+    values = scaled[0].double().sort(descending=True).values[: top_k or None]
+    return float(values.softmax(0)[values > scaled[0, token].double()].sum())
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -60,7 +66,9 @@ def test_the_filters_keep_what_transformers_keeps(seed, vocab_size, temperature,
     scaled = logits / torch.from_numpy(state.temperature)[:, None]
     lowest = Sampler(reference)._thresholds(scaled, np.zeros(1, np.int32), state)
     kept = set((scaled[0] >= lowest[0]).nonzero().flatten().tolist())
-    assert kept == kept_by_transformers(logits, temperature, top_k, top_p, min_p)
+    expected = kept_by_transformers(logits, temperature, top_k, top_p, min_p)
+    # Which side of p a sum of float32 probabilities falls on is a matter of the order of adding when it is this close.
+    assert all(abs(mass_before(scaled, top_k, token) - top_p) < 1e-5 for token in kept ^ expected)
 
 
 def test_greedy_rows_take_the_likeliest_token():

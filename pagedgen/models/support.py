@@ -125,7 +125,8 @@ def check_length(max_model_len: int | None, config: Any) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if max_model_len is not None and limit is not None and max_model_len > limit:
         raise UsageError(
-            f"--max-model-len {max_model_len} is more than the {limit} tokens this model allows; lower it or leave it out"
+            f"--max-model-len {max_model_len} is more than the {limit} tokens this model allows; lower it, or leave it "
+            "out"
         )
 
 
