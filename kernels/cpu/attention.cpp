@@ -318,7 +318,7 @@ std::vector<uint32_t> task_order(const Plan& plan, int threads) {
     longest = std::max(longest, cost[i]);
   }
   if (longest * threads * 32 > total)
-    std::stable_sort(order.begin(), order.end(), [&](uint32_t x, uint32_t y) { return cost[x] > cost[y]; });
+    std::sort(order.begin(), order.end(), [&](uint32_t x, uint32_t y) { return cost[x] > cost[y]; });
   return order;
 }
 

@@ -128,21 +128,30 @@ INLINE void store(f16* p, vf v) {
 #endif
 }
 
-// The first n elements (0 < n <= VL), zeros after them; nothing past them is touched.
+// Fewer than VL elements; kept out of line, for they are rare and the code is used everywhere.
 template <class T>
-INLINE vf load_part(const T* p, int n) {
-  if (n >= VL) return load(p);
+__attribute__((noinline)) vf load_tail(const T* p, int n) {
   T buffer[VL] = {};
   std::memcpy(buffer, p, n * sizeof(T));
   return load(buffer);
 }
 
 template <class T>
-INLINE void store_part(T* p, vf v, int n) {
-  if (n >= VL) return store(p, v);
+__attribute__((noinline)) void store_tail(T* p, vf v, int n) {
   T buffer[VL];
   store(buffer, v);
   std::memcpy(p, buffer, n * sizeof(T));
+}
+
+// The first n elements (n > 0), at most VL, with zeros after them; nothing past them is touched.
+template <class T>
+INLINE vf load_part(const T* p, int n) {
+  return n >= VL ? load(p) : load_tail(p, n);
+}
+
+template <class T>
+INLINE void store_part(T* p, vf v, int n) {
+  n >= VL ? store(p, v) : store_tail(p, v, n);
 }
 
 #if defined(__has_builtin)

@@ -1,6 +1,7 @@
 """How many blocks the KV pool gets: what is asked for, or what is free after the weights and the activations."""
 
 import contextlib
+import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -103,10 +104,15 @@ def measure_activations(config: EngineConfig, model: Model, attention: Attention
 
 
 def _start_peak(device: torch.device) -> int:
-    """Reset the peak counter; the bytes in use now. On Linux a process's peak resident size can be reset."""
+    """Reset the peak counter; the bytes in use now. On Linux a process's peak resident size can be reset.
+
+    What the C library keeps for later is given back first: memory that was freed before would hide the peak.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return int(psutil.Process().memory_info().rss)

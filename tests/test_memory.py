@@ -1,0 +1,111 @@
+"""The size of the KV pool: what is asked for, what is free, and the errors when it is not there."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from tiny_models import tiny_checkpoint
+
+from pagedgen.config import EngineConfig
+from pagedgen.errors import PagedgenError
+from pagedgen.execution import memory
+from pagedgen.execution.attention import choose_backend
+from pagedgen.execution.kv_cache import KVCache, LayerKV
+from pagedgen.models.loader import load_model
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+    return load_model(EngineConfig(model=str(folder), dtype="float32")).model
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with this much memory, in a control group when there are files in the returned folder."""
+
+    def set_up(available, total, **group):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=total))
+        monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+        for name, text in group.items():
+            (tmp_path / f"memory.{name}").write_text(text)
+
+    return set_up
+
+
+def size(model, max_model_len=256, **config):
+    return memory.size_pool(EngineConfig(**config), model, choose_backend(CPU), max_model_len)
+
+
+def per_block(model, block_size=16):
+    return KVCache.bytes_per_block(model.spec.layers, block_size, model.spec.dtype)
+
+
+def test_bytes_per_block_are_what_the_cache_takes():
+    layers = (LayerKV(2, 8, 8), LayerKV(3, 12, 4), LayerKV(2, 8, 8))
+    cache = KVCache(layers, 5, 4, torch.bfloat16, CPU)
+    taken = sum(pool.numel() * pool.element_size() for pool in cache.pools.values())
+    assert taken == 5 * KVCache.bytes_per_block(layers, 4, torch.bfloat16)
+    assert cache.key(1).shape == (5, 3, 4, 12)
+    assert cache.value(1).shape == (5, 3, 4, 4)
+    cache.key(0).fill_(1)
+    cache.key(2).fill_(2)
+    assert cache.key(0).max() == 1
+
+
+def test_the_pool_is_as_large_as_asked(model):
+    assert size(model, kv_memory=10 * per_block(model) + 1) == 10
+
+
+def test_less_than_a_block_is_refused(model):
+    with pytest.raises(PagedgenError, match=r"--kv-memory .* less than one KV block .* --block-size"):
+        size(model, kv_memory=per_block(model) - 1)
+
+
+def test_more_than_there_is_is_refused_with_what_would_fit(model, machine):
+    machine(2 * GIB, 16 * GIB)
+    with pytest.raises(PagedgenError, match=r"--kv-memory 3.0 GiB does not fit: 2.0 GiB .* the most that fits"):
+        size(model, kv_memory=3 * GIB)
+
+
+def test_by_default_it_is_what_is_free_less_a_reserve(model, machine):
+    machine(8 * GIB, 16 * GIB)
+    activations = memory.measure_activations(EngineConfig(), model, choose_backend(CPU))
+    blocks = size(model, max_model_len=1 << 30)
+    taken = blocks * per_block(model)
+    assert taken <= 8 * GIB - int(0.2 * 16 * GIB) - 3 * 4 * 256 * model.spec.vocab_size
+    assert taken > 8 * GIB - int(0.2 * 16 * GIB) - 4 * activations - GIB // 2
+
+
+def test_by_default_it_is_no_more_than_could_be_used(model, machine):
+    machine(8 * GIB, 16 * GIB)
+    assert size(model, max_model_len=100, max_seqs=3) == 3 * 7
+
+
+def test_no_room_for_a_block_is_refused(model, machine):
+    machine(3 * GIB, 16 * GIB)
+    with pytest.raises(PagedgenError, match=r"no memory is left for the KV pool"):
+        size(model)
+
+
+def test_a_control_group_s_limit_counts_and_its_page_cache_does_not(machine):
+    machine(8 * GIB, 16 * GIB)
+    assert memory.available_memory(CPU) == (8 * GIB, 16 * GIB)
+    machine(8 * GIB, 16 * GIB, max="max\n", current=f"{GIB}\n", stat="inactive_file 0\n")
+    assert memory.available_memory(CPU) == (8 * GIB, 16 * GIB)
+    machine(8 * GIB, 16 * GIB, max=f"{4 * GIB}\n", current=f"{3 * GIB}\n", stat=f"anon 1\ninactive_file {GIB}\n")
+    assert memory.available_memory(CPU) == (2 * GIB, 4 * GIB)
+
+
+def test_activations_grow_with_the_tokens_of_a_step(model):
+    backend = choose_backend(CPU)
+    logits = 3 * 4 * 4 * model.spec.vocab_size
+    small = memory.measure_activations(EngineConfig(max_batch_tokens=256, max_seqs=4), model, backend)
+    large = memory.measure_activations(EngineConfig(max_batch_tokens=1 << 16, max_seqs=4), model, backend)
+    # At least the hidden states of 256 tokens, and 256 times as much, give or take a few pages each.
+    assert small - logits >= 256 * 32 * 4
+    assert large - logits >= 256 * 256 * 32 * 4
