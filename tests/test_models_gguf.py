@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,20 @@ def test_converted_once_and_found_by_content(tmp_path: Path, cache: Path, monkey
     assert load(path, "bfloat16").tokenizer_path != first.tokenizer_path
     other = write_gguf(path, tiny_checkpoint(tmp_path / "b", "llama", seed=1), "llama")
     assert load(other).tokenizer_path != first.tokenizer_path
+
+
+def test_a_converted_model_starts_without_the_modules_of_its_architecture(tmp_path: Path) -> None:
+    """They, and what they import in turn, cost more than all else in a start but torch itself."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint(tmp_path, "llama"), "llama")
+    load(path, "float32")
+    code = (
+        "import sys\nfrom pagedgen import Engine, EngineConfig\n"
+        f"engine = Engine(EngineConfig(model={str(path)!r}, dtype='float32', kv_memory=1 << 20))\n"
+        "assert engine.tokenizer.has_chat_template\n"
+        "heavy = ('transformers.models.llama', 'torch.distributed.tensor')\n"
+        "sys.exit(any(name.startswith(heavy) for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_an_interrupted_conversion_leaves_nothing_behind(

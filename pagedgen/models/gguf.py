@@ -17,7 +17,7 @@ from pagedgen.models.gguf_format import PERMUTED, GgufFile, hf_tensor_name, unpe
 from pagedgen.units import format_bytes
 
 # Raise it when the conversion changes, so that folders of an older one are not used
-_VERSION = 1
+_VERSION = 2
 _SHARD_BYTES = 2 << 30
 # Pre-tokenizers that the reader in `transformers` gets right without an entry in its table
 _PLAIN_PRE_TOKENIZERS = frozenset({"default", "gpt-2", "gpt2"})
@@ -72,6 +72,16 @@ def convert_gguf(path: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
+def read_converted_config(folder: Path) -> Any:
+    """The `transformers` config of a folder that `convert_gguf` made.
+
+    The base class holds it: importing the architecture's own costs over a second, in every run's start.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+
+    return PreTrainedConfig.from_dict(json.loads((folder / "config.json").read_text()))
+
+
 def _cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pagedgen" / "models"
@@ -106,8 +116,11 @@ def _write_model(file: GgufFile, dtype: torch.dtype, folder: Path) -> None:
     _check_disk(file, dtype, folder)
     _write_tokenizer(file, folder)
     _write_weights(_tensors(file, config, dtype), folder)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    from transformers import AutoConfig
+
+    # With every default spelled out, so that `read_converted_config` needs no class to fill them in.
+    full = AutoConfig.for_model(**config, dtype=dtype).to_dict()
+    (folder / "config.json").write_text(json.dumps(full, indent=2))
     ids = {f"{name}_token_id": token for name, token in file.token_ids().items() if token is not None}
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
 

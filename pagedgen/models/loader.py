@@ -56,12 +56,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     source = resolve_model(config.model)
     device = resolve_device(config.device)
     if source.kind == "gguf":
-        from pagedgen.models.gguf import checkpoint_dtype, convert_gguf
+        from pagedgen.models.gguf import checkpoint_dtype, convert_gguf, read_converted_config
 
         assert source.path is not None
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(source.path), device)
         folder = convert_gguf(source.path, dtype)
-        hf_config = sources.read_config(folder, source.name)
+        hf_config = read_converted_config(folder)
         checkpoint = Checkpoint(folder)
     else:
         check_model(source)
