@@ -214,3 +214,27 @@ def test_slot_arrays_have_room_for_the_longest_sequence():
     (group,) = run_to_end(scheduler, FakeDevice(4, 4))
     assert len(group.sequences[0].token_ids) == 15
     assert np.all(group.sequences[0].token_ids[:7] == 1)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_prompt_tokens_are_counted_once_however_often_they_are_computed(prefix_cache):
+    scheduler = make_scheduler(num_blocks=10, block_size=4, max_seqs=6, max_model_len=32, prefix_cache=prefix_cache)
+    for key in range(6):
+        scheduler.add(make_group([key] * 10, max_tokens=20, key=key))
+    run_to_end(scheduler, FakeDevice(10, 4))
+    assert scheduler.counts.preemptions > 0
+    assert (scheduler.counts.prompt_tokens, scheduler.counts.cached_tokens) == (60, 0)
+
+
+def test_the_head_of_the_queue_is_not_matched_again_before_blocks_are_released(monkeypatch):
+    scheduler = make_scheduler(num_blocks=8, block_size=4, max_seqs=4, max_model_len=32)
+    device = FakeDevice(8, 4)
+    for key in range(3):
+        scheduler.add(make_group([key] * 17, max_tokens=8, key=key))
+    matched = []
+    match = scheduler.blocks.match_prefix
+    monkeypatch.setattr(scheduler.blocks, "match_prefix", lambda ids: matched.append(int(ids[0])) or match(ids))
+    finished = run_to_end(scheduler, device)
+    assert [group.sequences[0].key for group in finished] == [0, 1, 2]
+    # Once refused beside the one that runs, then fitted and started when it has finished.
+    assert matched == [0, 0, 1, 1, 1, 2, 2, 2]

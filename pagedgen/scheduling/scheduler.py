@@ -44,6 +44,10 @@ class Scheduler:
         # Slots of the running sequences in order of priority; rebuilt only when the set of running sequences changes.
         self._order: NDArray[np.int32] | None = None
         self._max_total = np.zeros(max_seqs, np.int32)
+        # The most tokens a slot's sequence has had computed, before its last preemption too.
+        self._most_computed = np.zeros(max_seqs, np.int32)
+        # The group that last did not fit, and the blocks there were to spare for it.
+        self._refused: tuple[SequenceGroup | None, int] = (None, 0)
         # The end ids of each slot, as many as fit; -1 is no token. Slots with more, with stop strings or with
         # log-probabilities are watched: each of their tokens is looked at in Python.
         self._end_ids = np.full((max_seqs, MAX_UNWATCHED_END_IDS), -1, np.int32)
@@ -97,8 +101,7 @@ class Scheduler:
         state = self.state
         self.blocks.written(plan.slots, plan.starts, plan.counts)
         state.num_computed[plan.slots] += plan.counts
-        prompt_left = state.num_prompt[plan.slots] - plan.starts
-        self.counts.prompt_tokens += int(np.clip(prompt_left, 0, plan.counts).sum())
+        self._count_prompt_tokens(plan)
         self.counts.output_tokens += len(result.slots)
         drawn = result.tokens >= 0
         slots, tokens = result.slots[drawn], result.tokens[drawn]
@@ -111,6 +114,14 @@ class Scheduler:
         for i in np.flatnonzero(at_limit | at_end | self._watched[slots]).tolist():
             self._judge(int(slots[i]), int(tokens[i]), bool(at_limit[i]), result)
         return self._collect_finished(result.slots)
+
+    def _count_prompt_tokens(self, plan: StepPlan) -> None:
+        """Count the prompt tokens of a step that were not computed before; after a preemption some are."""
+        ends = plan.starts + plan.counts
+        known = self._most_computed[plan.slots]
+        fresh = np.minimum(ends, self.state.num_prompt[plan.slots]) - np.maximum(plan.starts, known)
+        self.counts.prompt_tokens += int(np.maximum(fresh, 0).sum())
+        self._most_computed[plan.slots] = np.maximum(known, ends)
 
     def fork(self, parent: Sequence, group: SequenceGroup, child: Sequence) -> None:
         """Add `child` to the parent's running group as a copy of it that shares all its blocks."""
@@ -126,7 +137,8 @@ class Scheduler:
         """Forget all work: every block is free or cached afterwards."""
         for group in self.running:
             for sequence in group.live:
-                self._vacate(sequence)
+                if sequence.slot >= 0:  # not when it was interrupted while it was being admitted
+                    self._vacate(sequence)
         self.running.clear()
         self.waiting.clear()
 
@@ -198,12 +210,17 @@ class Scheduler:
         """Admit waiting groups in order while slots, budget and blocks last."""
         budget = self.max_batch_tokens - int(counts.sum())
         new_slots, new_counts = [], []
+        # What the running groups were promised: the rest of their prompts, and a block each to grow into, without which
+        # a full pool would preempt the newcomer at once.
+        promised = int(self._blocks_needed(slots, self.state.num_tokens[slots] - self.state.num_computed[slots]).sum())
+        promised += len(self.running)
         while self.waiting and budget > 0 and len(self.waiting[0].live) <= len(self._free_slots):
             group = self.waiting[0]
-            if not self._fits_now(group):
+            if not self._fits(group, self.blocks.num_available - promised):
                 break
             self.waiting.popleft()
             self.running.append(group)
+            promised += 1
             for sequence in group.live:
                 slot = self._start(sequence)
                 remaining = int(self.state.num_tokens[slot] - self.state.num_computed[slot])
@@ -212,6 +229,7 @@ class Scheduler:
                 if count:
                     end = int(self.state.num_computed[slot]) + count
                     self.blocks.append(slot, self.blocks.blocks_for(end) - int(self.state.num_blocks[slot]))
+                promised += self.blocks.blocks_for(len(sequence.token_ids)) - int(self.state.num_blocks[slot])
                 new_slots.append(slot)
                 new_counts.append(count)
         if not new_slots:
@@ -221,21 +239,29 @@ class Scheduler:
             np.concatenate([counts, np.array(new_counts, np.int32)]),
         )
 
-    def _fits_now(self, group: SequenceGroup) -> bool:
-        """Whether all tokens a group has so far fit beside what the running groups were promised: the rest of their
-        prompts, and a block each to grow into, without which a full pool would preempt the newcomer at once."""
-        slots = self._running_slots()
-        promised = self._blocks_needed(slots, self.state.num_tokens[slots] - self.state.num_computed[slots])
-        reserve = int(promised.sum()) + len(self.running)
+    def _fits(self, group: SequenceGroup, spare: int) -> bool:
+        """Whether all tokens a group has so far fit into `spare` blocks, or into the pool when nothing else runs.
+
+        A group that did not fit is looked at again only when there are more blocks to spare than then: looking for its
+        prefix takes time in proportion to its length, in each step.
+        """
+        if not self.running:
+            spare = self.blocks.num_available
+        elif self._refused[0] is group and spare <= self._refused[1]:
+            return False
         needed = 0
         for sequence in group.live:
             cached, revived = self.blocks.match_prefix(sequence.token_ids)
             needed += self.blocks.blocks_for(len(sequence.token_ids)) - len(cached) + revived
-        return needed + (reserve if self.running else 0) <= self.blocks.num_available
+        self._refused = (group, spare) if needed > spare else (None, 0)
+        return needed <= spare
 
     def _start(self, sequence: Sequence) -> int:
         """Give a waiting sequence a slot and the blocks of its longest cached prefix."""
+        order = self._order
         state, slot, length = self.state, self._occupy(sequence), len(sequence.token_ids)
+        if order is not None:  # the newly admitted come last
+            self._order = np.append(order, np.int32(slot))
         state.token_ids[slot, :length] = sequence.token_ids
         state.num_tokens[slot] = length
         blocks, _ = self.blocks.match_prefix(sequence.token_ids)
@@ -297,7 +323,7 @@ class Scheduler:
         state.num_prompt[slot], state.key[slot] = sequence.num_prompt, sequence.key
         state.temperature[slot], state.top_k[slot] = params.temperature, params.top_k
         state.top_p[slot], state.min_p[slot] = params.top_p, params.min_p
-        self._max_total[slot] = sequence.max_total
+        self._max_total[slot], self._most_computed[slot] = sequence.max_total, sequence.most_computed
         few = len(sequence.end_ids) <= MAX_UNWATCHED_END_IDS
         self._end_ids[slot] = -1
         if few:
@@ -313,6 +339,7 @@ class Scheduler:
         """Take a sequence out of its slot; it keeps its tokens, its blocks are released."""
         slot = sequence.slot
         sequence.token_ids = self.state.token_ids[slot, : self.state.num_tokens[slot]].copy()
+        sequence.most_computed = int(self._most_computed[slot])
         self.blocks.release(slot)
         self._banned.pop(slot, None)
         self._logprobs.pop(slot, None)

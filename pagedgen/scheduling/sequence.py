@@ -40,6 +40,7 @@ class Sequence:
 
     token_ids: int32, the prompt and what had been generated when the sequence last waited; while it runs, its tokens
     live in row `slot` of the SlotArrays.
+    most_computed: the most of its tokens that were computed at one time, before a preemption too.
     end_ids: the ids that end it. max_total: the most tokens it may have, prompt included.
     """
 
@@ -53,6 +54,7 @@ class Sequence:
     sample: int = 0
     slot: int = -1
     cached_tokens: int = -1
+    most_computed: int = 0
     stop_checker: StopChecker | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     status: Status | None = None
