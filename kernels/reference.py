@@ -15,6 +15,7 @@ Tensor = torch.Tensor
 COUNTER_STEP = 0x9E3779B97F4A7C15 - 2**64
 FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 SECOND_MULTIPLIER = 0x94D049BB133111EB - 2**64
+SCORE_BYTES = 32 << 20  # bounds the attention scores held at a time, whatever the queries and the context
 ROWS_AT_ONCE = 16  # bounds the float64 noise of a whole vocabulary held at a time
 
 
@@ -60,11 +61,14 @@ def paged_attention(
         if begin == end:
             continue
         blocks = block_tables[s, : -(-context // block_size)].long()
-        keys = key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
-        values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
+        keys = key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()
+        values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()
         positions = torch.arange(context - (end - begin), context, device=query.device)
-        visible = _visible(positions, context, sliding_window)
-        out[begin:end] = _attend(query[begin:end], keys, values, visible, scale, softcap, sinks)
+        size = max(1, SCORE_BYTES // (4 * query.shape[1] * context))
+        for chunk, part in zip(query[begin:end].split(size), positions.split(size), strict=True):
+            visible = _visible(part, context, sliding_window)
+            out[begin : begin + len(chunk)] = _attend(chunk, keys, values, visible, scale, softcap, sinks)
+            begin += len(chunk)
     return out
 
 
@@ -86,11 +90,11 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [n, Hq, Dk], keys [Hkv, L, Dk], values [Hkv, L, Dv], visible [n, L] -> [n, Hq, Dv]."""
+    """query [n, Hq, Dk], float32 keys [Hkv, L, Dk] and values [Hkv, L, Dv], visible [n, L] -> [n, Hq, Dv]."""
     count, num_heads = query.shape[:2]
     num_kv_heads = keys.shape[0]
     grouped = query.float().view(count, num_kv_heads, num_heads // num_kv_heads, -1).permute(1, 2, 0, 3)
-    scores = grouped @ keys.float()[:, None].transpose(-1, -2) * scale  # [Hkv, group, n, L]
+    scores = grouped @ keys[:, None].transpose(-1, -2) * scale  # [Hkv, group, n, L]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -98,7 +102,7 @@ def _attend(
         column = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., : keys.shape[1]]
-    out = weights @ values.float()[:, None]
+    out = weights @ values[:, None]
     return out.permute(2, 0, 1, 3).reshape(count, num_heads, -1).to(query.dtype)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pagedgen.errors import UsageError
 
@@ -11,6 +11,10 @@ Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 Keep = Literal["all", "none"] | tuple[str, ...]
+
+_LEAST = {"kv_memory": 1, "block_size": 1, "max_batch_tokens": 1, "max_seqs": 1, "max_model_len": 2}
+_MOST = 1 << 60
+_CHOICES = {"device": get_args(Device), "dtype": get_args(Dtype), "on_too_long": get_args(OnTooLong)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises UsageError for a number that can never work."""
-        for name in ("kv_memory", "block_size", "max_batch_tokens", "max_seqs", "max_model_len"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, but it must be at least 1")
+            if value is not None and not least <= value <= _MOST:
+                raise UsageError(f"{name} is {value}, but it must be from {least} to {_MOST}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class InputConfig:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is named, so that the bundled sample prompts are meant."""
-        return self.path is None and self.dataset is None
+        return self == InputConfig()
 
 
 @dataclass(frozen=True, slots=True)

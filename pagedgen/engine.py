@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -55,7 +55,8 @@ class Engine:
         self.generation_config = loaded.generation_config
         self.tokenizer = Tokenizer.load(loaded.tokenizer_path)
         stated = loaded.generation_config.get("eos_token_id", getattr(loaded.hf_config, "eos_token_id", None))
-        self.end_ids = frozenset(merge_eos_token_ids(stated, self.tokenizer.eos_token_ids))
+        end_ids = merge_eos_token_ids(stated, self.tokenizer.eos_token_ids)
+        self.end_ids = frozenset(token_id for token_id in end_ids if 0 <= token_id < spec.vocab_size)
         self.default_params = defaults_from_generation_config(self.generation_config, {})
         self.max_model_len = config.max_model_len or spec.max_position
         phase("measuring memory")
@@ -154,18 +155,30 @@ class Engine:
             batch = list(itertools.islice(source, TOKENIZE_BATCH))
             if not batch:
                 return
-            texts = [request.prompt for request in batch if request.prompt_token_ids is None]
-            encoded = iter(self.tokenizer.encode_batch([text or "" for text in texts], add_special_tokens=True))
+            texts = [request.prompt or "" for request in batch if request.prompt_token_ids is None]
+            encoded = iter(self._encode(texts))
             for request in batch:
                 ids = request.prompt_token_ids if request.prompt_token_ids is not None else next(encoded)
                 try:
+                    if isinstance(ids, RowError):
+                        raise ids
                     self.scheduler.add(SequenceGroup([self._sequence(request, ids)]))
                 except RowError as error:
+                    length = 0 if isinstance(ids, RowError) else len(ids)
                     yield Completion(
-                        request.row, request.id, 0, error.status, error=error.message, prompt_tokens=len(ids)
+                        request.row, request.id, 0, error.status, error=error.message, prompt_tokens=length
                     )
 
-    def _sequence(self, request: Request, prompt: Iterable[int]) -> Sequence:
+    def _encode(self, texts: list[str]) -> Iterable[list[int] | RowError]:
+        """Token ids of each text; one that cannot be tokenized does not stop the others."""
+        try:
+            return self.tokenizer.encode_batch(texts, add_special_tokens=True)
+        except Exception as error:  # half a surrogate pair, or whatever else a tokenizer of any kind raises
+            if len(texts) == 1:
+                return [RowError(Status.BAD_ROW, f"the prompt cannot be tokenized: {error}")]
+            return [ids for text in texts for ids in self._encode([text])]
+
+    def _sequence(self, request: Request, prompt: Collection[int]) -> Sequence:
         """Raises RowError with status bad_row, too_long or unfit when the request cannot be run."""
         try:
             params = validate_params(request.params or self.default_params)
@@ -177,14 +190,7 @@ class Engine:
                 Status.BAD_ROW,
                 f"stop_token_ids holds {beyond[0]}, but the vocabulary has {self.spec.vocab_size} tokens",
             )
-        given = np.fromiter(prompt, np.int64)
-        if not len(given):
-            raise RowError(Status.BAD_ROW, "the prompt is empty; give it at least one token")
-        if given.min() < 0 or given.max() >= self.spec.vocab_size:
-            raise RowError(
-                Status.BAD_ROW, f"prompt_token_ids holds an id outside the vocabulary of {self.spec.vocab_size} tokens"
-            )
-        token_ids = self._fit(given.astype(np.int32), params)
+        token_ids = self._fit(self._token_ids(prompt), params)
         length, max_total = len(token_ids), self.max_model_len
         if params.max_tokens is not None:
             max_total = min(max_total, length + params.max_tokens)
@@ -206,9 +212,20 @@ class Engine:
             num_prompt=length,
             max_total=max_total,
             end_ids=end_ids,
-            key=random_key(params.seed, request.id, 0),
+            key=random_key(params.seed, str(request.id), 0),
             stop_checker=StopChecker(self.tokenizer, params.stop, params.min_tokens) if params.stop else None,
         )
+
+    def _token_ids(self, prompt: Collection[int]) -> NDArray[np.int32]:
+        """Raises RowError when the prompt is empty or holds what is no token id of the model."""
+        if not prompt:
+            raise RowError(Status.BAD_ROW, "the prompt is empty; give it at least one token")
+        given = np.array(list(prompt))
+        if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= self.spec.vocab_size:
+            raise RowError(
+                Status.BAD_ROW, f"the prompt's token ids must be whole numbers from 0 to {self.spec.vocab_size - 1}"
+            )
+        return given.astype(np.int32)
 
     def _fit(self, token_ids: NDArray[np.int32], params: SamplingParams) -> NDArray[np.int32]:
         """Refuse or truncate a prompt that leaves no room for one new token. Truncation makes room for max_tokens, as

@@ -208,13 +208,18 @@ def test_what_cannot_be_generated_is_an_outcome(engine):
             Request(2, "2", prompt_token_ids=(5,) * 1000, params=fine),
             Request(3, "3", prompt="fox", params=SamplingParams(top_p=0.0)),
             Request(4, "4", prompt="fox", params=SamplingParams(max_tokens=2, stop_token_ids=(VOCAB_SIZE,))),
-            Request(5, "5", prompt="fox", params=fine),
+            Request(5, "5", prompt="half a \ud800 pair", params=fine),
+            Request(6, "6", prompt_token_ids=(2**70,), params=fine),
+            Request(7, "7", prompt_token_ids=(1.7, 2.2), params=fine),
+            Request(8, "8", prompt_token_ids=("a",), params=fine),
+            Request(9, 9, prompt="fox", params=fine),
+            Request(10, "10", prompt="fox", params=fine),
         ],
     )
-    statuses = [found[i].status for i in range(6)]
-    assert statuses == [Status.BAD_ROW, Status.BAD_ROW, Status.TOO_LONG, Status.BAD_ROW, Status.BAD_ROW, Status.OK]
-    assert all(found[i].error for i in range(5))
-    assert all(found[i].text is None for i in range(5))
+    statuses = [found[i].status for i in range(11)]
+    assert statuses == [Status.BAD_ROW] * 2 + [Status.TOO_LONG] + [Status.BAD_ROW] * 6 + [Status.OK] * 2
+    assert all(found[i].error for i in range(9))
+    assert all(found[i].text is None for i in range(9))
 
 
 def test_poisoned_weights_give_nan_logits_and_not_a_crash(tmp_path):
@@ -236,8 +241,16 @@ def test_settings_that_cannot_work_are_refused(checkpoint):
         make_engine(checkpoint, max_model_len=10_000)
     with pytest.raises(PagedgenError, match="--kv-memory"):
         make_engine(checkpoint, kv_memory=64)
-    with pytest.raises(UsageError, match="block_size"):
-        EngineConfig(block_size=0)
+    for name, value in [
+        ("block_size", 0),
+        ("max_model_len", 1),
+        ("max_batch_tokens", 10**20),
+        ("device", "gpu"),
+        ("dtype", "fp16"),
+        ("on_too_long", "truncate"),
+    ]:
+        with pytest.raises(UsageError, match=name):
+            EngineConfig(**{name: value})
 
 
 def test_the_default_pool_leaves_memory_free(checkpoint):

@@ -28,11 +28,14 @@ def model(tmp_path_factory):
 def machine(monkeypatch, tmp_path):
     """A machine with this much memory, in a control group when there are files in the returned folder."""
 
-    def set_up(available, total, **group):
+    def set_up(available, total, within="slice/job", **group):
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=total))
-        monkeypatch.setattr(memory, "CONTROL_GROUP", tmp_path)
+        monkeypatch.setattr(memory, "CONTROL_GROUPS", tmp_path)
+        monkeypatch.setattr(memory, "OWN_GROUP", tmp_path / "own")
+        (tmp_path / "own").write_text("1:name=x:/\n0::/slice/job\n")
+        (tmp_path / "slice" / "job").mkdir(parents=True, exist_ok=True)
         for name, text in group.items():
-            (tmp_path / f"memory.{name}").write_text(text)
+            (tmp_path / within / f"memory.{name}").write_text(text)
 
     return set_up
 
@@ -74,7 +77,7 @@ def test_more_than_there_is_is_refused_with_what_would_fit(model, machine):
 
 def test_by_default_it_is_what_is_free_less_a_reserve(model, machine):
     machine(8 * GIB, 16 * GIB)
-    activations = memory.measure_activations(EngineConfig(), model, choose_backend(CPU))
+    activations = memory.measure_activations(EngineConfig(), model, choose_backend(CPU), 256)
     blocks = size(model, max_model_len=1 << 30)
     taken = blocks * per_block(model)
     assert taken <= 8 * GIB - int(0.2 * 16 * GIB) - 3 * 4 * 256 * model.spec.vocab_size
@@ -99,13 +102,27 @@ def test_a_control_group_s_limit_counts_and_its_page_cache_does_not(machine):
     assert memory.available_memory(CPU) == (8 * GIB, 16 * GIB)
     machine(8 * GIB, 16 * GIB, max=f"{4 * GIB}\n", current=f"{3 * GIB}\n", stat=f"anon 1\ninactive_file {GIB}\n")
     assert memory.available_memory(CPU) == (2 * GIB, 4 * GIB)
+    machine(8 * GIB, 16 * GIB, "slice", max=f"{2 * GIB}\n", current=f"{GIB}\n", stat="anon 1\n")
+    assert memory.available_memory(CPU) == (GIB, 2 * GIB)
 
 
 def test_activations_grow_with_the_tokens_of_a_step(model):
     backend = choose_backend(CPU)
     logits = 3 * 4 * 4 * model.spec.vocab_size
-    small = memory.measure_activations(EngineConfig(max_batch_tokens=256, max_seqs=4), model, backend)
-    large = memory.measure_activations(EngineConfig(max_batch_tokens=1 << 16, max_seqs=4), model, backend)
+    small = memory.measure_activations(EngineConfig(max_batch_tokens=256, max_seqs=4), model, backend, 256)
+    large = memory.measure_activations(EngineConfig(max_batch_tokens=1 << 16, max_seqs=4), model, backend, 256)
     # At least the hidden states of 256 tokens, and 256 times as much, give or take a few pages each.
     assert small - logits >= 256 * 32 * 4
     assert large - logits >= 256 * 256 * 32 * 4
+
+
+def test_the_torch_path_counts_the_context(model):
+    from pagedgen_kernels import reference
+
+    from pagedgen.execution.attention import AttentionBackend
+
+    def measure(length):
+        return memory._context_bytes(model, AttentionBackend("torch", reference), length)
+
+    assert measure(100_000) - measure(1000) == 3 * 4 * 99_000 * 2 * (8 + 8)
+    assert memory._context_bytes(model, choose_backend(CPU), 1000) in (0, measure(1000))

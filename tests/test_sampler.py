@@ -53,15 +53,16 @@ def mass_before(scaled, top_k, token):
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    vocab_size=st.sampled_from([3, 50, NUM_CANDIDATES, 300]),
+    vocab_size=st.sampled_from([3, 50, NUM_CANDIDATES, 300, 2000]),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 5, NUM_CANDIDATES, 200, 1000]),
+    top_k=st.sampled_from([0, 1, 5, NUM_CANDIDATES, NUM_CANDIDATES + 1, 100, 1000]),
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    spread=st.sampled_from([0.3, 1.0, 3.0]),
 )
-def test_the_filters_keep_what_transformers_keeps(seed, vocab_size, temperature, top_k, top_p, min_p):
+def test_the_filters_keep_what_transformers_keeps(seed, vocab_size, temperature, top_k, top_p, min_p, spread):
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(1, vocab_size, generator=generator) * 3
+    logits = torch.randn(1, vocab_size, generator=generator) * spread
     state = make_state(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     scaled = logits / torch.from_numpy(state.temperature)[:, None]
     lowest = Sampler(reference)._thresholds(scaled, np.zeros(1, np.int32), state)

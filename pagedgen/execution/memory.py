@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from pagedgen_kernels import reference
 
 from pagedgen.config import EngineConfig
 from pagedgen.errors import PagedgenError
@@ -24,7 +25,7 @@ PROBE_TOKENS = 256
 # Left alone on the device, for the rest of the process and of the machine: a share of the total, and no less than this.
 RESERVE_SHARE = 0.2
 RESERVE_BYTES = 1 << 30
-CONTROL_GROUP = Path("/sys/fs/cgroup")
+CONTROL_GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_memory(device: torch.device) -> tuple[int, int]:
@@ -35,13 +36,25 @@ def available_memory(device: torch.device) -> tuple[int, int]:
         return free, total
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
-    with contextlib.suppress(OSError, ValueError):
-        allowed = int((CONTROL_GROUP / "memory.max").read_text())
-        used = int((CONTROL_GROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        reclaimable = int(stat.get("inactive_file", 0))
-        free, total = min(free, allowed - used + reclaimable), min(total, allowed)
-    return free, total
+    for group in _control_groups():
+        with contextlib.suppress(OSError, ValueError):
+            allowed = int((group / "memory.max").read_text())
+            used = int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            reclaimable = int(stat.get("inactive_file", 0))
+            free, total = min(free, allowed - used + reclaimable), min(total, allowed)
+    return max(free, 0), total
+
+
+def _control_groups() -> list[Path]:
+    """The process's control group and those above it, any of which may hold a limit (Linux, version 2)."""
+    path = ""
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUP.read_text().splitlines():
+            if line.startswith("0::/"):
+                path = line.removeprefix("0::/")
+    own = CONTROL_GROUPS / path
+    return [group for group in (own, *own.parents) if group.is_relative_to(CONTROL_GROUPS)]
 
 
 def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> int:
@@ -59,7 +72,7 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
             f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
             f"which takes {format_bytes(per_block)} for this model; raise --kv-memory or lower --block-size"
         )
-    activations = measure_activations(config, model, attention)
+    activations = measure_activations(config, model, attention, max_model_len)
     free, total = available_memory(spec.device)
     usable = free - activations - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
     if config.kv_memory is not None:
@@ -80,7 +93,7 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     return min(usable // per_block, useful)
 
 
-def measure_activations(config: EngineConfig, model: Model, attention: AttentionBackend) -> int:
+def measure_activations(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> int:
     """Bytes that the largest step needs besides weights and KV: the measured peak of a forward pass over random tokens,
     scaled to `max_batch_tokens`, plus the largest chunk of float32 logits with two working copies."""
     spec = model.spec
@@ -100,7 +113,20 @@ def measure_activations(config: EngineConfig, model: Model, attention: Attention
         model.logits(model.forward(batch, cache, attention))
         peak = _read_peak(spec.device) - before
     rows = min(config.max_seqs, config.max_batch_tokens, logit_rows_per_chunk(spec.vocab_size))
-    return max(0, peak) * -(-config.max_batch_tokens // tokens) + 3 * 4 * rows * spec.vocab_size
+    logits = 3 * 4 * rows * spec.vocab_size
+    return (
+        max(0, peak) * -(-config.max_batch_tokens // tokens) + logits + _context_bytes(model, attention, max_model_len)
+    )
+
+
+def _context_bytes(model: Model, attention: AttentionBackend, max_model_len: int) -> int:
+    """What attention takes in proportion to the context: the torch path gathers one sequence's keys and values and
+    widens them to float32, and holds a few copies of a bounded number of scores. The C++ kernels read the blocks in
+    place."""
+    if attention.kernels is not reference:
+        return 0
+    widest = max(x.num_kv_heads * (x.key_dim + x.value_dim) for x in model.spec.layers)
+    return 3 * 4 * widest * max_model_len + 4 * int(reference.SCORE_BYTES)
 
 
 def _start_peak(device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """From logits to the next token of each sampled sequence."""
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -28,10 +29,11 @@ class Sampler:
     ) -> tuple[NDArray[np.int32], dict[int, LogprobResult]]:
         """logits [R, vocab_size] of the sequences in `slots` [R], which it may overwrite -> tokens int32 [R], -1 where
         the logits hold NaN or nothing but -inf; and the log-probabilities of the slots that asked for them."""
-        raw = self._log_softmax(logits, slots, plan)
-        for row, slot in enumerate(slots.tolist()):
-            if slot in plan.banned:
-                logits[row, list(plan.banned[slot])] = -torch.inf
+        logprobs = _Logprobs.of(logits, slots, plan) if plan.logprobs else None
+        if plan.banned:
+            for row, slot in enumerate(slots.tolist()):
+                if slot in plan.banned:
+                    logits[row, list(plan.banned[slot])] = -torch.inf
         temperature = state.temperature[slots]
         random = np.flatnonzero(temperature > 0)
         if len(random) < len(slots):
@@ -41,7 +43,7 @@ class Sampler:
         if len(random):
             rows = logits if len(random) == len(slots) else logits[torch.from_numpy(random).to(logits.device)]
             tokens[random] = self._draw(rows.float(), slots[random], state)
-        return tokens, {slot: self._logprob(values, int(tokens[row]), k) for slot, (row, values, k) in raw.items()}
+        return tokens, logprobs.results(tokens) if logprobs is not None else {}
 
     def _draw(self, logits: torch.Tensor, slots: NDArray[np.int32], state: SlotArrays) -> NDArray[np.int32]:
         device = logits.device
@@ -70,33 +72,56 @@ class Sampler:
         values = scaled.topk(width, dim=1).values
         # The mass that top-p counts is relative to what top-k left: all of the row, or its first k candidates.
         total = torch.logsumexp(scaled, dim=1)
-        lowest, decided = _lowest_kept(values, total, top_k, top_p, min_p)
+        lowest, decided = _lowest_kept(values, total, vocab_size, top_k, top_p, min_p)
         undecided = torch.nonzero(~decided).flatten()
         if width < vocab_size and len(undecided):
             values = scaled[undecided].sort(dim=1, descending=True).values
-            full, _ = _lowest_kept(values, total[undecided], top_k[undecided], top_p[undecided], min_p[undecided])
-            lowest[undecided] = full
+            rest = (part[undecided] for part in (top_k, top_p, min_p))
+            lowest[undecided], _ = _lowest_kept(values, total[undecided], vocab_size, *rest)
         return lowest
 
-    @staticmethod
-    def _log_softmax(
-        logits: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan
-    ) -> dict[int, tuple[int, torch.Tensor, int]]:
-        """slot -> (row, log-probabilities [vocab_size] before temperature and filters, k) for the rows that asked."""
-        if not plan.logprobs:
-            return {}
-        wanted = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in plan.logprobs]
-        return {slot: (row, torch.log_softmax(logits[row].float(), 0), plan.logprobs[slot]) for row, slot in wanted}
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities before temperature and filters of the rows that asked: values [N, vocab_size] of `rows` [N],
+    and for each how many of the likeliest it wants."""
+
+    slots: list[int]
+    rows: list[int]
+    wanted: list[int]
+    values: torch.Tensor
 
     @staticmethod
-    def _logprob(values: torch.Tensor, token: int, k: int) -> LogprobResult:
-        top = values.topk(min(k, len(values)))
-        chosen = float(values[token]) if token >= 0 else float("nan")
-        return LogprobResult(chosen, tuple(top.indices.tolist()), tuple(top.values.tolist()))
+    def of(logits: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan) -> "_Logprobs | None":
+        asked = [(slot, row) for row, slot in enumerate(slots.tolist()) if slot in plan.logprobs]
+        if not asked:
+            return None
+        rows = [row for _, row in asked]
+        chosen = logits if len(rows) == len(slots) else logits[torch.tensor(rows, device=logits.device)]
+        values = torch.log_softmax(chosen.float(), 1)
+        return _Logprobs([slot for slot, _ in asked], rows, [plan.logprobs[slot] for slot, _ in asked], values)
+
+    def results(self, tokens: NDArray[np.int32]) -> dict[int, LogprobResult]:
+        """tokens: int32 [R], what each row drew; -1 has no log-probability."""
+        drawn = torch.from_numpy(tokens[self.rows].astype(np.int64)).to(self.values.device)
+        chosen = (
+            self.values.gather(1, drawn.clamp(min=0)[:, None]).squeeze(1).masked_fill(drawn < 0, torch.nan).tolist()
+        )
+        top = self.values.topk(min(max(self.wanted), self.values.shape[1]), dim=1)
+        ids, values = top.indices.tolist(), top.values.tolist()
+        return {
+            slot: LogprobResult(chosen[i], tuple(ids[i][:k]), tuple(values[i][:k]))
+            for i, (slot, k) in enumerate(zip(self.slots, self.wanted, strict=True))
+        }
 
 
 def _lowest_kept(
-    values: torch.Tensor, total: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    values: torch.Tensor,
+    total: torch.Tensor,
+    vocab_size: int,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """values [N, K], each row's K largest, in descending order; total [N], the logsumexp of the whole row -> the lowest
     value the filters keep [N], and whether these K values were enough to know it [N].
@@ -115,8 +140,10 @@ def _lowest_kept(
     keep[:, 0] = True
     count = keep.sum(1)
     lowest = values.gather(1, (count - 1)[:, None]).squeeze(1)
-    # Once one candidate fails a filter, everything below it fails too.
-    return lowest, (count < width) | within
+    # Once one candidate fails a filter, everything below it fails too. With more than `width` tokens in the top k,
+    # though, the mass that top-p counts is not known from these.
+    known_mass = within | (top_k >= vocab_size) | (top_p >= 1)
+    return lowest, within | ((count < width) & known_mass)
 
 
 def position_keys(keys: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.uint64]:
