@@ -4,6 +4,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -116,14 +117,14 @@ def run(
 
 def _run(given: dict[str, Any]) -> int:
     """Run the job that the options ask for; the exit code."""
-    path = given["input"]
-    if path is None and given["dataset"] is None:
+    wanted = InputConfig(given["input"], given["dataset"], given["config"], given["split"])
+    if wanted.is_empty:
         if _stdin_is_piped():
-            path = "-"
+            wanted = InputConfig("-")
         else:
             typer.echo("no input given: running the bundled sample prompts", err=True)
     config = JobConfig(
-        input=InputConfig(path, given["dataset"], given["config"], given["split"]),
+        input=wanted,
         output_path=given["output"],
         overwrite=given["overwrite"],
         keep=_parse_keep(given["keep"]),
@@ -139,7 +140,7 @@ def _run(given: dict[str, Any]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from pagedgen.job import run_job  # pyarrow, torch and transformers are imported only when there is a job
 
-    result = run_job(config, sys.stdin.buffer)
+    result = run_job(config, getattr(sys.stdin, "buffer", None))
     return 3 if given["strict"] and not result.all_ok else 0
 
 
@@ -150,14 +151,16 @@ def _engine_config(given: dict[str, Any]) -> EngineConfig:
 
 def _exit_with(job: Callable[[], int]) -> NoReturn:
     """Run a job and exit with its code; what a user can cause is one line on stderr."""
+    message = None
     try:
         code = job()
     except PagedgenError as error:
-        typer.echo(f"pagedgen: {error}", err=True)
-        code = error.exit_code
+        message, code = str(error), error.exit_code
     except KeyboardInterrupt:
-        typer.echo("pagedgen: interrupted", err=True)
-        code = 130
+        message, code = "interrupted", 130
+    if message is not None:
+        with suppress(OSError):  # nobody reads it any more
+            typer.echo(f"pagedgen: {message}", err=True)
     raise typer.Exit(code)
 
 

@@ -12,7 +12,7 @@ from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
 from pagedgen.execution.attention import choose_backend
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import size_pool
+from pagedgen.execution.memory import naming_memory, size_pool
 from pagedgen.execution.runner import ModelRunner
 from pagedgen.models.loader import load_model
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids, validate_params
@@ -64,10 +64,11 @@ class Engine:
         self.attention_name, self.kernels_note = attention.name, attention.note
         num_blocks = size_pool(config, self.model, attention, self.max_model_len)
         self.kv_bytes = num_blocks * KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
-        cache = KVCache(spec.layers, num_blocks, config.block_size, spec.dtype, spec.device)
-        self.runner = ModelRunner(self.model, cache, attention)
-        self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)
-        self.blocks = BlockManager(num_blocks, self.state, config.prefix_cache and not spec.kv_depends_on_length)
+        with naming_memory("setting up the KV pool and the sequences"):
+            cache = KVCache(spec.layers, num_blocks, config.block_size, spec.dtype, spec.device)
+            self.runner = ModelRunner(self.model, cache, attention)
+            self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)
+            self.blocks = BlockManager(num_blocks, self.state, config.prefix_cache and not spec.kv_depends_on_length)
         self.scheduler = Scheduler(self.state, self.blocks, config.max_batch_tokens)
 
     @property
@@ -111,7 +112,8 @@ class Engine:
         assert plan is not None, "a step was asked for, but there is no work"
         scheduled = time.perf_counter()
         memory = self._memory(plan)
-        result = self.runner.execute(plan, self.state)
+        with naming_memory(f"a step of {plan.num_tokens} tokens"):
+            result = self.runner.execute(plan, self.state)
         executed = time.perf_counter()
         finished = self.scheduler.update(plan, result)
         if self._on_step is not None:

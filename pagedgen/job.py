@@ -2,10 +2,13 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pagedgen import __version__
 from pagedgen.config import JobConfig, OutputConfig
@@ -15,7 +18,7 @@ from pagedgen.data.manifest import Manifest, utc_now, write_manifest
 from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
 from pagedgen.data.schema import OutputColumns
 from pagedgen.data.writer import ShardedWriter
-from pagedgen.errors import PagedgenError, RowError
+from pagedgen.errors import PagedgenError, RowError, UsageError
 from pagedgen.params import defaults_from_generation_config, resolve_params, unsupported_in_generation_config
 from pagedgen.request import Completion, PromptRecord, Request, SamplingParams, Status
 from pagedgen.stats.collector import RunStats
@@ -24,9 +27,13 @@ from pagedgen.stats.summary import print_summary
 from pagedgen.stats.types import GENERATING, StepSample
 from pagedgen.text.prompts import PromptRenderer, require_prompt_column
 
+if TYPE_CHECKING:
+    from pagedgen.engine import Engine
+
 # Rows rendered and tokenized in one call.
 RENDER_BATCH = 64
 STATS_NAME = "stats.json"
+STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,8 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None) -> JobResult:
     stdin: what the input path `-` reads. Raises PagedgenError, UsageError for what the command got wrong, and
     JobInterrupted after Ctrl-C.
     """
-    source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
+    with _naming_paths():
+        source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
     require_prompt_column(source.columns.names, config.prompt)
     defaults_from_generation_config({}, config.overrides)
     output = OutputConfig(
@@ -63,8 +71,43 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None) -> JobResult:
         logprobs=config.overrides.get("logprobs") is not None or "logprobs" in source.columns.names,
     )
     columns = OutputColumns(source.columns, output)
-    layout = prepare_output(output, source.files)
-    return _Job(config, source, columns, layout).run()
+    with _naming_paths():
+        layout = prepare_output(output, source.files)
+    with _terminated_like_interrupted():
+        return _Job(config, source, columns, layout).run()
+
+
+@contextmanager
+def _naming_paths() -> Iterator[None]:
+    """Turn what the system says of a path, like a name that is too long, into a UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be used: {error.strerror}; check the path") from error
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Handle signals in another way meanwhile. Only the main thread may; in others nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminated_like_interrupted() -> AbstractContextManager[None]:
+    """A run that is told to end, as a batch system or a closed terminal does, ends as by Ctrl-C."""
+    return _handling(dict.fromkeys(STOP_SIGNALS, signal.default_int_handler))
+
+
+def _uninterrupted() -> AbstractContextManager[None]:
+    """For the moments in which what is on the disk must come to agree with itself."""
+    return _handling(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
 
 
 class _Job:
@@ -81,19 +124,23 @@ class _Job:
     def run(self) -> JobResult:
         try:
             with self._display:
-                self._generate()
+                self._generate(*self._prepare())
         except KeyboardInterrupt:
-            raise JobInterrupted("interrupted while starting; nothing was written") from None
+            raise JobInterrupted("interrupted before the first row; nothing was written") from None
         if not self._config.quiet:
-            print_summary(stderr_console(), self._stats.snapshot(), self._layout.output)
+            with suppress(OSError):  # nobody reads it any more
+                print_summary(stderr_console(), self._stats.snapshot(), self._layout.output)
         return JobResult(self._layout.output, self._all_ok)
 
-    def _generate(self) -> None:
+    def _prepare(self) -> tuple["Engine", PromptRenderer, SamplingParams]:
+        """Load the model and check what only it can tell."""
         self._display.phase("loading the model")
         from pagedgen.engine import Engine  # torch and transformers are imported only now
         from pagedgen.models.loader import check_model, resolve_model
 
-        check_model(resolve_model(self._config.engine.model))
+        with _naming_paths():
+            source = resolve_model(self._config.engine.model)
+        check_model(source)
         engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step)
         self._stats.set_info(engine.info)
         self._stats.set_total(self._source.total)
@@ -103,13 +150,21 @@ class _Job:
             )
         if engine.kernels_note is not None:
             self._display.warn(engine.kernels_note)
-        renderer = PromptRenderer(engine.tokenizer, self._config.prompt)
         defaults = defaults_from_generation_config(engine.generation_config, self._config.overrides)
-        self._layout.create()
-        self._writer = ShardedWriter(self._layout, self._columns)
-        manifest = self._manifest(defaults)
-        write_manifest(self._layout.run_folder, manifest)
+        beyond = [token_id for token_id in defaults.stop_token_ids if token_id >= engine.spec.vocab_size]
+        if beyond:
+            raise UsageError(
+                f"--stop-token-ids {beyond[0]} is no token of the model; its ids are 0 to {engine.spec.vocab_size - 1}"
+            )
+        return engine, PromptRenderer(engine.tokenizer, self._config.prompt), defaults
+
+    def _generate(self, engine: "Engine", renderer: PromptRenderer, defaults: SamplingParams) -> None:
         self._token_strings = engine.tokenizer.token_string
+        manifest = self._manifest(defaults)
+        with _uninterrupted():
+            self._layout.create()
+            self._writer = ShardedWriter(self._layout, self._columns)
+            write_manifest(self._layout.run_folder, manifest)
         try:
             self._display.phase(GENERATING)
             for completion in engine.generate(self._requests(renderer, defaults)):
@@ -117,12 +172,14 @@ class _Job:
             self._display.phase("writing")
             self._writer.finish()
         except BaseException as error:
-            self._end_early(error, manifest)
+            with _uninterrupted():
+                self._end_early(error, manifest)
             raise
-        self._stats.set_total(self._source.rows_read)
-        self._stats.set_phase(None)
-        self._write_stats()
-        write_manifest(self._layout.run_folder, manifest.ended("finished"))
+        with _uninterrupted():
+            self._stats.set_total(self._source.rows_read)
+            self._stats.set_phase(None)
+            self._write_stats()
+            write_manifest(self._layout.run_folder, manifest.ended("finished"))
 
     def _end_early(self, error: BaseException, manifest: Manifest) -> None:
         """Keep what is finished, and say how it ended."""

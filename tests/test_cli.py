@@ -242,6 +242,15 @@ def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model
         (["in.jsonl", "-m", "image.png"], 2, ["image.png"]),
         (["in.jsonl", "--dataset", "x"], 2, ["--dataset"]),
         (["in.jsonl", "--split", "x"], 2, ["--split"]),
+        (["--split", "x"], 2, ["--split", "--dataset"]),
+        (["a question instead of a path " * 20], 2, ["a question", "check the path"]),
+        (["in.jsonl", "-o", "a" * 300 + ".parquet"], 2, ["aaa", "check the path"]),
+        (["~nobody-here/in.jsonl"], 2, ["~nobody-here"]),
+        (["in.jsonl", "-m", "b" * 300], 2, ["bbb", "check the path"]),
+        (["in.jsonl", "--raw", "--system", "hi"], 2, ["--system", "--raw"]),
+        (["in.jsonl", "--stop-token-ids", "999999"], 2, ["--stop-token-ids", "999999"]),
+        (["in.jsonl", "--max-batch-tokens", "9" * 30], 2, ["max_batch_tokens"]),
+        (["in.jsonl", "--kv-memory", "1MiB", "--max-seqs", "1000000000000"], 1, ["ran out of memory", "--max-seqs"]),
         (["in.jsonl", "--kv-memory", "100B"], 1, ["--kv-memory"]),
         (["in.jsonl", "--kv-memory", "900TiB"], 1, ["--kv-memory"]),
         (["in.jsonl", "--max-model-len", "100000"], 2, ["--max-model-len"]),
@@ -292,8 +301,11 @@ def test_version_and_help():
         assert option in re.sub(r"\x1b\[[0-9;]*m", "", stdout)
 
 
-def test_ctrl_c_keeps_what_is_finished(folder, model):
-    """The process is interrupted once its first rows are done; it exits with 130 and says where they are."""
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP]]
+)
+def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals):
+    """It is told once its first rows are done, twice in a row too; it exits with 130 and says where they are."""
     write_jsonl(folder / "in.jsonl", [{"prompt": f"fox {i}"} for i in range(20_000)])
     process = subprocess.Popen(
         [sys.executable, "-m", "pagedgen", "run", "in.jsonl", "-m", model, "--ignore-eos", "--max-tokens", "100"],
@@ -304,10 +316,26 @@ def test_ctrl_c_keeps_what_is_finished(folder, model):
     while not (folder / "in.completions.parquet.run" / "manifest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.005)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    assert "interrupted after" in stderr
-    manifest = json.loads(Path("in.completions.parquet.run/manifest.json").read_text())
-    assert manifest["status"] == "interrupted"
+    rows = int(re.search(r"interrupted after (\d+) rows", stderr)[1])
+    run_folder = Path("in.completions.parquet.run")
+    assert json.loads((run_folder / "manifest.json").read_text())["status"] == "interrupted"
+    assert rows > 0
+    assert pq.read_table(run_folder / "parts").num_rows == rows
+
+
+def test_a_reader_of_the_progress_that_goes_away_does_not_stop_the_run(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "pagedgen", "run", "in.jsonl", "-m", model, "--max-tokens", "2"]
+    assert subprocess.run(command, stderr=write).returncode == 0
+    os.close(write)
+    assert pq.read_table("in.completions.parquet").num_rows == 5
+    closed = 'exec "$0" "$@" --overwrite <&- 2>&-'
+    assert subprocess.run(["sh", "-c", closed, *command]).returncode == 0

@@ -300,3 +300,13 @@ def open_columns(folder: Path, rows: list[dict[str, Any]]) -> pa.Schema:
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_input(InputConfig(path=str(path))).columns
+
+
+def test_a_part_is_closed_when_its_first_row_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pagedgen.data.writer.time.monotonic", lambda: now)
+    writer = writer_for(tmp_path / "out.parquet")
+    for row, seconds in enumerate([0.0, 59.0, 60.0, 61.0, 130.0]):
+        now = 100.0 + seconds
+        writer.write(completion(row), {"prompt": "p"})
+    assert [writer.parts_written, writer.rows_written] == [2, 5]

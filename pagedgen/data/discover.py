@@ -40,7 +40,7 @@ def find_files(path: str) -> list[RowFile]:
 
     Raises UsageError when there is nothing there that can be read.
     """
-    start = Path(path).expanduser()
+    start = Path(os.path.expanduser(path))
     if start.is_dir():
         files = [(file, str(file.relative_to(start))) for file in _walk(start)]
         if not files:
@@ -63,7 +63,7 @@ def find_files(path: str) -> list[RowFile]:
 
 def stem_of(path: str) -> str:
     """The name the default output is called after: without folder, compression and format."""
-    name = Path(path).expanduser()
+    name = Path(os.path.expanduser(path))
     if name.is_dir():
         return name.resolve().name or "root"
     if glob.has_magic(path) and not name.exists():

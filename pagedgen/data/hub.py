@@ -1,5 +1,6 @@
 """Datasets of the `datasets` library: a Hub name, a local folder, or a folder written by `save_to_disk`; streamed."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _load(name: str, config_name: str | None) -> Any:
     from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetNotFoundError
 
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     try:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             return load_from_disk(str(folder))

@@ -70,7 +70,7 @@ def prepare_output(config: OutputConfig, inputs: Iterable[Path] = ()) -> OutputL
 
     inputs: the files that are read, none of which may be written over. Raises UsageError.
     """
-    path = config.path.expanduser()
+    path = Path(os.path.expanduser(config.path))
     layout = OutputLayout(path, _kind(path), config.overwrite)
     _check_inputs(layout, inputs)
     if config.overwrite:

@@ -100,7 +100,11 @@ def open_input(config: InputConfig, *, stdin: BinaryIO | None = None) -> InputSo
     is corrupt at its beginning.
     """
     if (config.path is None) == (config.dataset is None):
-        raise UsageError("give either an input path or --dataset")
+        raise UsageError(
+            "--config and --split belong to --dataset, which names none"
+            if config.path is None
+            else "there is an input path and a --dataset; give one of them"
+        )
     if config.dataset is not None:
         return _open_dataset(config)
     if config.dataset_config is not None or config.split is not None:

@@ -1,5 +1,6 @@
 """The durable output: completions in as they finish, Parquet parts out, and one file in input order at the end."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pagedgen.request import Completion
 
 PART_ROWS = 16384
 PART_BYTES = 32 << 20
+PART_SECONDS = 60.0
 
 
 class ShardedWriter:
@@ -24,8 +26,8 @@ class ShardedWriter:
     A part holds rows sorted by (row, sample) and appears under its name only when it is on the disk. When the run ends
     early, the parts written so far stay. Every method raises PagedgenError when the disk refuses.
 
-    layout: of `prepare_output`, created. part_rows, part_bytes: a part is closed when it holds this many rows, or about
-    this many bytes.
+    layout: of `prepare_output`, created. part_rows, part_bytes, part_seconds: a part is closed when it holds this many
+    rows, or about this many bytes, or when its first row came this long ago.
     """
 
     def __init__(
@@ -35,12 +37,15 @@ class ShardedWriter:
         *,
         part_rows: int = PART_ROWS,
         part_bytes: int = PART_BYTES,
+        part_seconds: float = PART_SECONDS,
         files: FileLayer | None = None,
     ) -> None:
         self._layout = layout
         self._columns = columns
         self._part_rows = part_rows
         self._part_bytes = part_bytes
+        self._part_seconds = part_seconds
+        self._part_began = 0.0
         self._files = files or FileLayer()
         self._rows: list[OutputRow] = []
         self._bytes = 0
@@ -52,9 +57,13 @@ class ShardedWriter:
     ) -> None:
         """Takes one outcome with its input row's columns, in any order. token_strings: the text of a token id; needed
         when the completion has log-probabilities."""
+        now = time.monotonic()
+        if not self._rows:
+            self._part_began = now
         self._rows.append(self._columns.row(completion, columns, token_strings))
         self._bytes += _size(completion, columns)
-        if len(self._rows) >= self._part_rows or self._bytes >= self._part_bytes:
+        is_old = now - self._part_began >= self._part_seconds
+        if is_old or len(self._rows) >= self._part_rows or self._bytes >= self._part_bytes:
             self.flush()
 
     def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,20 @@ def _control_groups() -> list[Path]:
                 path = line.removeprefix("0::/")
     own = CONTROL_GROUPS / path
     return [group for group in (own, *own.parents) if group.is_relative_to(CONTROL_GROUPS)]
+
+
+@contextlib.contextmanager
+def naming_memory(what: str) -> Iterator[None]:
+    """Turn running out of memory into a PagedgenError that says in what, and which settings to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch raises a plain RuntimeError; its allocator's name is all there is to tell it by.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise PagedgenError(
+                f"{what} ran out of memory; lower --kv-memory, --max-batch-tokens, --max-seqs or --max-model-len"
+            ) from error
+        raise
 
 
 def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> int:

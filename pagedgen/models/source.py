@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ def resolve_model(name: str | None) -> ModelSource:
     if name is None:
         packaged = _packaged_gguf()
         return ModelSource("gguf", DEFAULT_MODEL, packaged) if packaged else ModelSource("hub", DEFAULT_MODEL)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         if not (path / "config.json").is_file():
             ggufs = sorted(path.glob("*.gguf"))

@@ -1,7 +1,9 @@
 """The live display of a run on stderr: a picture on a terminal, plain lines anywhere else."""
 
+import io
 import os
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -30,10 +32,20 @@ PLAIN_INTERVAL = 5.0
 
 def stderr_console() -> Console:
     """A console on stderr that sends control codes only to a terminal that knows them, whatever FORCE_COLOR says."""
+    if sys.stderr is None:  # closed by whoever started the process
+        return _StderrConsole(file=io.StringIO())
     terminal = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return Console(
+    return _StderrConsole(
         stderr=True, force_terminal=terminal, force_interactive=terminal, force_jupyter=False, highlight=False
     )
+
+
+class _StderrConsole(Console):
+    """A console whose reader may go away: that raises BrokenPipeError, as other errors of writing raise OSError, where
+    Rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 class LiveDisplay:
@@ -71,7 +83,8 @@ class LiveDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):  # the terminal is gone, which is no reason for the run to fail
+                self._live.stop()
             self._live = None
 
     def phase(self, name: str) -> None:
@@ -97,10 +110,15 @@ class LiveDisplay:
         if self._live is None:
             self._line(f"warning: {message}")
         else:
-            self._console.print(Text.assemble(("warning: ", ALARM), message))
+            with suppress(OSError):
+                self._console.print(Text.assemble(("warning: ", ALARM), message))
 
     def _line(self, line: str) -> None:
-        self._console.out(line, highlight=False)
+        """A run goes on when nobody reads its lines any more."""
+        try:
+            self._console.out(line, highlight=False)
+        except OSError:
+            self._quiet = True
 
     def _picture(self) -> "_Picture":
         width, height = self._console.size

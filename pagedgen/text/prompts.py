@@ -65,9 +65,7 @@ class PromptRenderer:
         self._config = config
         self._wraps_text = tokenizer.has_chat_template and not config.raw
         self._template = None if config.template is None else _compile(config.template)
-        if config.system is not None and not self._wraps_text:
-            reason = "--raw sends prompts as they are" if config.raw else "the model has no chat template"
-            raise UsageError(f"--system has no effect because {reason}; write it into the prompts, or use --template.")
+        _check_system(config, tokenizer.has_chat_template)
 
     def render_batch(self, records: Sequence[PromptRecord]) -> list[tuple[int, ...] | RowError]:
         """Prompt token ids of each row, in order, or why the row has none (BAD_ROW or TEMPLATE_ERROR)."""
@@ -180,11 +178,14 @@ class PromptRenderer:
 def require_prompt_column(columns: Iterable[str], config: PromptConfig) -> None:
     """Checks at the start of a job that rows with these columns can have a prompt.
 
-    Raises UsageError that lists the columns there are and the flags to use.
+    Raises UsageError that lists the columns there are and the flags to use, also for a template that cannot be parsed
+    and for a system text that has no place.
     """
+    _check_system(config)
     names = list(columns)
     there = "The input has the columns " + ", ".join(names) if names else "The input has no columns"
     if config.template is not None:
+        _compile(config.template)
         used = _template_variables(config.template)
         if used and not used & {*names, "row"}:
             raise UsageError(f"{there}, but --template uses only {', '.join(sorted(used))}.")
@@ -202,6 +203,13 @@ def require_prompt_column(columns: Iterable[str], config: PromptConfig) -> None:
             f"{there}, but none of {', '.join(PROMPT_COLUMNS)}: "
             f"name the one to use with --prompt-column{example}, or combine columns with --template."
         )
+
+
+def _check_system(config: PromptConfig, has_chat_template: bool = True) -> None:
+    """Raises UsageError when the system text would have no place."""
+    if config.system is not None and (config.raw or not has_chat_template):
+        reason = "--raw sends prompts as they are" if config.raw else "the model has no chat template"
+        raise UsageError(f"--system has no effect because {reason}; write it into the prompts, or use --template.")
 
 
 def _likely_column(names: list[str]) -> str | None:
@@ -229,11 +237,7 @@ def _compile(source: str) -> jinja2.Template:
 
 def _template_variables(source: str) -> set[str]:
     environment = _environment()
-    try:
-        used = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    except jinja2.TemplateSyntaxError:
-        return set()  # reported when it is compiled
-    return used - environment.globals.keys()
+    return jinja2.meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
 
 
 def _render(template: jinja2.Template, record: PromptRecord) -> str:
