@@ -164,6 +164,18 @@ def _exit_with(job: Callable[[], int]) -> NoReturn:
     raise typer.Exit(code)
 
 
-def main() -> None:
-    """The entry point of the `pagedgen` command."""
-    app()
+def main() -> NoReturn:
+    """The entry point of the `pagedgen` command.
+
+    The process ends as soon as its output is flushed: everything that matters is on the disk by then, and taking torch,
+    transformers and the KV pool apart again would take the better part of a second.
+    """
+    try:
+        app()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or never there
+            stream.flush()
+    os._exit(code)

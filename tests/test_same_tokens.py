@@ -6,8 +6,8 @@ from oracle import TransformersOracle
 from pagedgen import Engine, EngineConfig, Request, SamplingParams
 
 AMPLE = 1 << 30
-# SmolLM2 in float32 takes 45 KiB of KV a token: about 900 tokens, so that only a few of the prompts run at a time.
-TIGHT = 40 << 20
+# SmolLM2 in float32 takes 45 KiB of KV a token: 400 tokens, enough for two or three of the sequences at a time.
+TIGHT = 400 * 46080
 
 SHORT_PROMPTS = [
     "The capital of France is",
