@@ -15,6 +15,7 @@ from pagedgen import __version__, options
 from pagedgen.config import EngineConfig, InputConfig, JobConfig, Keep, PromptConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.params import OPTIONS
+from pagedgen.threads import limit_spinning
 
 DEFAULTS = EngineConfig()
 SAMPLING = tuple(option.name for option in OPTIONS)
@@ -135,9 +136,7 @@ def _run(given: dict[str, Any]) -> int:
         quiet=given["quiet"],
         command=tuple(sys.argv),
     )
-    # Threads that wait for the others of a parallel region give their core away. By default they spin, and one other
-    # busy process slows each of the hundreds of short regions of a step down. Read when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    limit_spinning()
     from pagedgen.job import run_job  # pyarrow, torch and transformers are imported only when there is a job
 
     result = run_job(config, getattr(sys.stdin, "buffer", None))

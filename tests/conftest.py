@@ -2,13 +2,13 @@
 from a folder beside the checkout where there is one."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-# As the command line does, and before torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from pagedgen.threads import limit_spinning
+
+limit_spinning()  # before torch is loaded
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 
