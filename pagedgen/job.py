@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pagedgen import __version__
@@ -103,7 +104,14 @@ def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 def _terminated_like_interrupted() -> AbstractContextManager[None]:
     """A run that is told to end, as a batch system or a closed terminal does, ends as by Ctrl-C."""
-    return _handling(dict.fromkeys(STOP_SIGNALS, signal.default_int_handler))
+    return _handling(dict.fromkeys(STOP_SIGNALS, _interrupt_once))
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Signals that follow are ignored: the first one is being seen to, which takes moments, and must not be cut short."""
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _uninterrupted() -> AbstractContextManager[None]:

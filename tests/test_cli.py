@@ -301,9 +301,7 @@ def test_version_and_help():
         assert option in re.sub(r"\x1b\[[0-9;]*m", "", stdout)
 
 
-@pytest.mark.parametrize(
-    "signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP]]
-)
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT] * 3, [signal.SIGTERM], [signal.SIGHUP]])
 def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals):
     """It is told once its first rows are done, twice in a row too; it exits with 130 and says where they are."""
     write_jsonl(folder / "in.jsonl", [{"prompt": f"fox {i}"} for i in range(20_000)])

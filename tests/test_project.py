@@ -191,8 +191,8 @@ def test_the_blocker_blocks() -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['pagedgen', 'run', '--help']\n"
-        "from pagedgen.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "from pagedgen.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         f"print('LOADED', sorted(set(sys.modules) & {set(HEAVY)!r}))"
     )
     shown = run_python(code)
