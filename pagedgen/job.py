@@ -108,7 +108,7 @@ def _terminated_like_interrupted() -> AbstractContextManager[None]:
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Signals that follow are ignored: the first one is being seen to, which takes moments, and must not be cut short."""
+    """Signals that follow are ignored: seeing to the first one takes moments, and must not be cut short."""
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
     raise KeyboardInterrupt
