@@ -122,8 +122,10 @@ def _run(given: dict[str, Any]) -> int:
     if wanted.is_empty:
         if _stdin_is_piped():
             wanted = InputConfig("-")
-        else:
+        elif sys.stdin is not None and sys.stdin.isatty():
             typer.echo("no input given: running the bundled sample prompts", err=True)
+        else:
+            raise UsageError("there is no input; name a file, a folder or a dataset, or pipe the prompts in")
     config = JobConfig(
         input=wanted,
         output_path=given["output"],

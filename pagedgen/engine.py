@@ -235,11 +235,12 @@ class Engine:
         limit, how = self.max_model_len - 1, self.config.on_too_long
         if len(token_ids) <= limit:
             return token_ids
+        raise_it = ", raise --max-model-len" if self.max_model_len < self.spec.max_position else ""
         if how == "error":
             raise RowError(
                 Status.TOO_LONG,
                 f"the prompt has {len(token_ids)} tokens, but with one new token at most {self.max_model_len} fit; "
-                f"shorten it, raise --max-model-len, or pass --on-too-long truncate-left",
+                f"shorten it{raise_it}, or pass --on-too-long truncate-left",
             )
         keep = max(self.max_model_len - (params.max_tokens or 1), self.max_model_len // 2)
         return token_ids[-keep:] if how == "truncate-left" else token_ids[:keep]

@@ -216,9 +216,11 @@ class _Job:
             if not interrupted:
                 raise error from None
         if interrupted:
+            rows, output = self._writer.rows_written, self._layout.output
+            kept = f"after {rows} rows, which are in {self._layout.parts}" if rows else "before a row was finished"
+            earlier = f"; {output} is still that of an earlier run" if output.is_file() else ""
             raise JobInterrupted(
-                f"interrupted after {self._writer.rows_written} rows, which are in {self._layout.parts}; to start "
-                f"again, run the same command with --overwrite"
+                f"interrupted {kept}{earlier}; to start again, run the same command with --overwrite"
             ) from None
 
     def _requests(self, renderer: PromptRenderer, defaults: SamplingParams) -> Iterator[Request]:

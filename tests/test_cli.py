@@ -231,6 +231,8 @@ def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model
         (["in.jsonl", "-o", "in.jsonl", "--overwrite"], 2, ["in.jsonl", "-o"]),
         (["in.jsonl", "-o", "exists.parquet"], 2, ["exists.parquet", "--overwrite"]),
         (["in.jsonl", "-o", "full"], 2, ["full", "--overwrite"]),
+        (["in.jsonl", "-o", "mixed", "--overwrite"], 2, ["mixed", "other.parquet"]),
+        (["in.jsonl", "-o", "-"], 2, ["standard output"]),
         (["in.jsonl", "-o", "out.xlsx"], 2, ["out.xlsx"]),
         (["in.jsonl", "--keep", "nothing_there"], 2, ["nothing_there", "kind"]),
         (["in.jsonl", "--temperature", "-1"], 2, ["--temperature"]),
@@ -251,8 +253,8 @@ def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model
         (["in.jsonl", "--stop-token-ids", "999999"], 2, ["--stop-token-ids", "999999"]),
         (["in.jsonl", "--max-batch-tokens", "9" * 30], 2, ["max_batch_tokens"]),
         (["in.jsonl", "--kv-memory", "1MiB", "--max-seqs", "1000000000000"], 1, ["ran out of memory", "--max-seqs"]),
-        (["in.jsonl", "--kv-memory", "100B"], 1, ["--kv-memory"]),
-        (["in.jsonl", "--kv-memory", "900TiB"], 1, ["--kv-memory"]),
+        (["in.jsonl", "--kv-memory", "100B"], 2, ["--kv-memory"]),
+        (["in.jsonl", "--kv-memory", "900TiB"], 2, ["--kv-memory"]),
         (["in.jsonl", "--max-model-len", "100000"], 2, ["--max-model-len"]),
     ],
 )
@@ -263,6 +265,8 @@ def test_a_mistake_is_one_sentence_that_names_it(folder, model, args, code, word
     (folder / "image.png").write_bytes(b"\x89PNG\r\n")
     (folder / "questions.csv").write_text("question,name\nwhy?,A\n")
     (folder / "exists.parquet").touch()
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "other.parquet").touch()
     (folder / "full").mkdir()
     (folder / "full" / "mine.txt").touch()
     if "-m" not in args:

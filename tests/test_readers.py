@@ -270,7 +270,11 @@ def test_bad_csv_records(tmp_path: Path) -> None:
         (None, "rows.csv line 8 is not valid UTF-8"),
         (None, "rows.csv line 9 is not valid CSV: ',' expected after '\"'"),
         ("2", None),
-        (None, "rows.csv line 11 is not valid CSV: unexpected end of data"),
+        (
+            None,
+            "rows.csv line 11 is not valid CSV: unexpected end of data; a quote was opened on it that takes in the lines "
+            "up to 12, which are lost",
+        ),
     ]
     assert records[2].columns["a"] == "x\ny"
     assert records[2].where == "rows.csv line 5"

@@ -78,14 +78,24 @@ def test_an_unfinished_run_is_refused_and_a_finished_one_replaced(tmp_path: Path
 def test_overwrite_removes_only_what_is_ours(tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    for name in ("part-00000.parquet", ".part-00001.parquet.tmp", "part-x.parquet", "notes.md", ".other.tmp"):
+    for name in ("part-00000.parquet", ".part-00001.parquet.tmp", "part-x.txt", "notes.md", ".other.tmp"):
         (output / name).touch()
     folder = run_folder(output, "failed")
     layout = prepare(output, overwrite=True)
     assert len(list(output.iterdir())) == 5
     layout.create()
-    assert sorted(path.name for path in output.iterdir()) == [".other.tmp", "notes.md", "part-x.parquet"]
+    assert sorted(path.name for path in output.iterdir()) == [".other.tmp", "notes.md", "part-x.txt"]
     assert list(folder.iterdir()) == []
+
+
+def test_a_folder_with_someone_else_s_parts_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in ("part-00000.parquet", "mine.parquet"):
+        (output / name).touch()
+    with pytest.raises(UsageError, match=r"mine\.parquet"):
+        prepare(output, overwrite=True)
+    assert len(list(output.iterdir())) == 2
 
 
 def test_overwrite_keeps_the_old_file_until_it_is_replaced(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def prepare_output(config: OutputConfig, inputs: Iterable[Path] = ()) -> OutputL
     inputs: the files that are read, none of which may be written over. Raises UsageError.
     """
     path = Path(os.path.expanduser(config.path))
+    if str(path) == "-":
+        raise UsageError("the output cannot be -, standard output; name a file X.jsonl or X.parquet, or a folder")
     layout = OutputLayout(path, _kind(path), config.overwrite)
     _check_inputs(layout, inputs)
     if config.overwrite:
@@ -117,7 +119,15 @@ def _check_is_new(layout: OutputLayout) -> None:
 
 
 def _check_is_ours(layout: OutputLayout) -> None:
-    """A run folder is removed whole, so it must be one."""
+    """A run folder is removed whole, so it must be one; and whoever reads an output folder reads all that is in it."""
+    if layout.kind == "folder" and layout.output.is_dir():
+        ours = {path.name for path in layout.finished_parts()}
+        for path in sorted(layout.output.glob("*.parquet")):
+            if path.name not in ours:
+                raise UsageError(
+                    f"the output folder {layout.output} holds {path.name}, which is none of its parts; "
+                    "choose another -o"
+                )
     folder = layout.run_folder
     if not os.path.lexists(folder):
         return

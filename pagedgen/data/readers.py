@@ -23,6 +23,7 @@ from pagedgen.request import PromptRecord
 
 SAMPLE_ROWS = 1000
 _MIN_SAMPLE_ROWS = 20
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # how gzip and Zstandard begin
 
 
 class RowSource(Protocol):
@@ -180,6 +181,8 @@ def _open_stream(file: BinaryIO, name: str, description: str) -> InputSource:
     first = next(lines, None)
     if first is None:
         raise UsageError(f"{name} is empty; give at least one prompt")
+    if (first[1] or b"").startswith(COMPRESSED):
+        raise UsageError(f"{name} is compressed; decompress it on the way, like `zcat FILE.gz | pagedgen run`")
     start = (first[1] or b"").lstrip()
     lines = itertools.chain([first], lines)
     if start in (b"{", b"[") or start.startswith(b"[{"):

@@ -180,7 +180,10 @@ def csv_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Iterator[
         except StopIteration:
             return
         except csv.Error as error:
-            yield RawRow({}, place, f"is not valid CSV: {error}")
+            reason = f"is not valid CSV: {error}"
+            if reader.line_num > place:  # a quote that never closes takes all that follows with it
+                reason += f"; a quote was opened on it that takes in the lines up to {reader.line_num}, which are lost"
+            yield RawRow({}, place, reason)
             continue
         if not values:
             continue

@@ -108,7 +108,7 @@ class ShardedWriter:
 
     def _error(self, path: Path, error: OSError) -> PagedgenError:
         return write_error(
-            path, error, f"make room; the {self.parts_written} parts finished so far are safe in {self._layout.parts}"
+            path, error, f"make room; the {self.rows_written} rows written so far are safe in {self._layout.parts}"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from pagedgen_kernels import reference
 
 from pagedgen.config import EngineConfig
-from pagedgen.errors import PagedgenError
+from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import build_batch
 from pagedgen.execution.kv_cache import KVCache
@@ -78,12 +78,12 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     With `kv_memory`, as many as it holds. Without, what is free on the device less the measured activation peak and a
     reserve, and no more than all sequences at full length could use.
 
-    Raises PagedgenError when not even one block fits, or when `kv_memory` is more than there is.
+    Raises UsageError when `kv_memory` is less than a block or more than there is, PagedgenError when no block fits.
     """
     spec = model.spec
     per_block = KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
     if config.kv_memory is not None and config.kv_memory < per_block:
-        raise PagedgenError(
+        raise UsageError(
             f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
             f"which takes {format_bytes(per_block)} for this model; raise --kv-memory or lower --block-size"
         )
@@ -92,7 +92,7 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     usable = free - activations - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
     if config.kv_memory is not None:
         if config.kv_memory > free - activations:
-            raise PagedgenError(
+            raise UsageError(
                 f"--kv-memory {format_bytes(config.kv_memory)} does not fit: {format_bytes(free)} of memory are free "
                 f"after the weights, of which activations take {format_bytes(activations)}; the most that fits is "
                 f"{format_bytes(max(0, usable))}"
