@@ -272,8 +272,8 @@ def test_bad_csv_records(tmp_path: Path) -> None:
         ("2", None),
         (
             None,
-            "rows.csv line 11 is not valid CSV: unexpected end of data; a quote was opened on it that takes in the lines "
-            "up to 12, which are lost",
+            "rows.csv line 11 is not valid CSV: unexpected end of data; a quote was opened on it that takes in the "
+            "lines up to 12, which are lost",
         ),
     ]
     assert records[2].columns["a"] == "x\ny"
