@@ -158,27 +158,18 @@ class Engine:
             if not batch:
                 return
             texts = [request.prompt or "" for request in batch if request.prompt_token_ids is None]
-            encoded = iter(self._encode(texts))
+            encoded = iter(self.tokenizer.encode_each(texts, add_special_tokens=True))
             for request in batch:
                 ids = request.prompt_token_ids if request.prompt_token_ids is not None else next(encoded)
                 try:
-                    if isinstance(ids, RowError):
-                        raise ids
+                    if isinstance(ids, Exception):
+                        raise RowError(Status.BAD_ROW, f"the prompt cannot be tokenized: {ids}")
                     self.scheduler.add(SequenceGroup([self._sequence(request, ids)]))
                 except RowError as error:
-                    length = 0 if isinstance(ids, RowError) else len(ids)
+                    length = 0 if isinstance(ids, Exception) else len(ids)
                     yield Completion(
                         request.row, request.id, 0, error.status, error=error.message, prompt_tokens=length
                     )
-
-    def _encode(self, texts: list[str]) -> Iterable[list[int] | RowError]:
-        """Token ids of each text; one that cannot be tokenized does not stop the others."""
-        try:
-            return self.tokenizer.encode_batch(texts, add_special_tokens=True)
-        except Exception as error:  # half a surrogate pair, or whatever else a tokenizer of any kind raises
-            if len(texts) == 1:
-                return [RowError(Status.BAD_ROW, f"the prompt cannot be tokenized: {error}")]
-            return [ids for text in texts for ids in self._encode([text])]
 
     def _sequence(self, request: Request, prompt: Collection[int]) -> Sequence:
         """Raises RowError with status bad_row, too_long or unfit when the request cannot be run."""

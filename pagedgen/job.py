@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pagedgen import __version__
 from pagedgen.config import JobConfig, OutputConfig
-from pagedgen.data.files import FileLayer, replace_file, write_error
+from pagedgen.data.files import write_json
 from pagedgen.data.layout import OutputLayout, prepare_output
 from pagedgen.data.manifest import Manifest, utc_now, write_manifest
 from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
@@ -268,10 +267,4 @@ class _Job:
         )
 
     def _write_stats(self) -> None:
-        path = self._layout.run_folder / STATS_NAME
-        text = json.dumps(self._stats.summary(), indent=2, default=str)
-        try:
-            with replace_file(FileLayer(), path) as file:
-                file.write(text.encode() + b"\n")
-        except OSError as error:
-            raise write_error(path, error, "make room, or choose another -o") from error
+        write_json(self._layout.run_folder / STATS_NAME, self._stats.summary())

@@ -51,10 +51,6 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:

@@ -171,8 +171,8 @@ def test_generation_config() -> None:
         max_tokens=64, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1
     )
     assert defaults_from_generation_config({}, {}) == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, temperature=0.0)
-    assert defaults_from_generation_config({"temperature": 0.6}, {}).is_greedy  # do_sample is what counts
-    assert defaults_from_generation_config({"do_sample": False, "temperature": 0.6}, {}).is_greedy
+    assert defaults_from_generation_config({"temperature": 0.6}, {}).temperature == 0  # do_sample is what counts
+    assert defaults_from_generation_config({"do_sample": False, "temperature": 0.6}, {}).temperature == 0
     assert defaults_from_generation_config({"do_sample": True}, {}).temperature == 1.0
     assert defaults_from_generation_config({"do_sample": True}, {}).top_k == 0  # not what transformers fills in
     assert defaults_from_generation_config({"max_length": 20}, {}).max_tokens == DEFAULT_MAX_TOKENS
@@ -182,7 +182,7 @@ def test_the_command_line_wins_over_the_generation_config() -> None:
     stated = {"do_sample": False, "top_p": 0.9, "max_new_tokens": 64}
     params = defaults_from_generation_config(stated, {"temperature": 0.8, "max_tokens": 5, "seed": None, "stop": "END"})
     assert params == SamplingParams(temperature=0.8, top_p=0.9, max_tokens=5, stop=("END",))
-    assert defaults_from_generation_config({"do_sample": True, "temperature": 0.6}, {"temperature": 0}).is_greedy
+    assert defaults_from_generation_config({"do_sample": True, "temperature": 0.6}, {"temperature": 0}).temperature == 0
     # The model's limits are checked together with the user's, not alone.
     assert defaults_from_generation_config({"min_new_tokens": 600}, {"max_tokens": 700}).min_tokens == 600
 

@@ -5,11 +5,12 @@ folder, synced, renamed, and the folder is synced. Whoever wants to see what a c
 `FileLayer`.
 """
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pagedgen.errors import PagedgenError
 
@@ -65,6 +66,16 @@ def replace_file(files: FileLayer, path: Path) -> Iterator[BinaryIO]:
             files.remove(temporary)
         raise
     files.sync_folder(path.parent)
+
+
+def write_json(path: Path, values: Mapping[str, Any], files: FileLayer | None = None) -> None:
+    """Writes or replaces a small JSON file, atomically. Raises PagedgenError."""
+    text = json.dumps(values, indent=2, default=str)
+    try:
+        with replace_file(files or FileLayer(), path) as file:
+            file.write(text.encode() + b"\n")
+    except OSError as error:
+        raise write_error(path, error, "make room, or choose another -o") from error
 
 
 def temporary_path(path: Path) -> Path:

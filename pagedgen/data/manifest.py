@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pagedgen.data.files import FileLayer, replace_file, write_error
+from pagedgen.data.files import FileLayer, write_json
 
 MANIFEST_NAME = "manifest.json"
 RunStatus = Literal["running", "finished", "interrupted", "failed"]
@@ -46,13 +46,7 @@ def utc_now() -> str:
 
 def write_manifest(folder: Path, manifest: Manifest, files: FileLayer | None = None) -> None:
     """Writes or replaces the manifest in a run folder, atomically. Raises PagedgenError."""
-    path = folder / MANIFEST_NAME
-    text = json.dumps(asdict(manifest), ensure_ascii=True, indent=2, default=str)
-    try:
-        with replace_file(files or FileLayer(), path) as file:
-            file.write(text.encode() + b"\n")
-    except OSError as error:
-        raise write_error(path, error, "make room, or choose another -o") from error
+    write_json(folder / MANIFEST_NAME, asdict(manifest), files)
 
 
 def read_manifest(folder: Path) -> Manifest | None:

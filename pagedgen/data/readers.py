@@ -72,13 +72,6 @@ class InputSource:
         """How much of `total_bytes` has been read."""
         return sum(source.progress.bytes_read for source in self._sources if isinstance(source, RowFile))
 
-    @property
-    def estimated_total(self) -> int | None:
-        """The number of rows, known or judged by the bytes read so far; None without a hint."""
-        if self.total is not None or not self.rows_read or not self.total_bytes or not self.bytes_read:
-            return self.total
-        return max(self.rows_read, round(self.rows_read * self.total_bytes / self.bytes_read))
-
     def __iter__(self) -> Iterator[PromptRecord]:
         """Raises PagedgenError when a file turns out to be truncated or corrupt."""
         row = 0

@@ -32,7 +32,6 @@ class ForwardBatch:
     block_tables: torch.Tensor
     rope_lens: torch.Tensor
     logit_rows: torch.Tensor
-    max_query_len: int
 
     @property
     def num_tokens(self) -> int:
@@ -68,5 +67,4 @@ def build_batch(plan: StepPlan, state: SlotArrays, device: torch.device) -> Forw
         block_tables=tensor(state.block_table[slots, :table_width]),
         rope_lens=tensor(np.maximum(positions + 1, prompt_lens)),
         logit_rows=tensor((query_start[1:] - 1)[plan.samples].astype(np.int64)),
-        max_query_len=int(counts.max(initial=0)),
     )

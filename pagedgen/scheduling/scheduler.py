@@ -84,16 +84,15 @@ class Scheduler:
             return None
         starts = self.state.num_computed[slots]
         samples = starts + counts == self.state.num_tokens[slots]
+        sampled = slots[samples].tolist() if self._banned or self._logprobs else []
         return StepPlan(
             slots=slots,
             starts=starts,
             counts=counts,
             samples=samples,
             copies=np.array(copies, np.int32).reshape(-1, 2),
-            banned=self._bans(slots[samples]),
-            logprobs={s: self._logprobs[s] for s in slots[samples].tolist() if s in self._logprobs}
-            if self._logprobs
-            else {},
+            banned=self._bans(sampled),
+            logprobs={slot: self._logprobs[slot] for slot in sampled if slot in self._logprobs},
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceGroup]:
@@ -273,14 +272,12 @@ class Scheduler:
             self.counts.cached_tokens += sequence.cached_tokens
         return slot
 
-    def _bans(self, sampled: NDArray[np.int32]) -> dict[int, tuple[int, ...]]:
+    def _bans(self, sampled: list[int]) -> dict[int, tuple[int, ...]]:
         """End ids of the sequences below `min_tokens`; a sequence that reached it leaves the list for good."""
-        if not self._banned:
-            return {}
         for slot, sequence in list(self._banned.items()):
             if self.state.num_tokens[slot] - sequence.num_prompt >= sequence.params.min_tokens:
                 del self._banned[slot]
-        return {slot: tuple(self._banned[slot].end_ids) for slot in sampled.tolist() if slot in self._banned}
+        return {slot: tuple(self._banned[slot].end_ids) for slot in sampled if slot in self._banned}
 
     # --- what became of a step -----------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class PromptRenderer:
                 outcomes[i] = error
         for is_chat in (True, False):
             chosen = [i for i, draft in texts.items() if draft.is_chat is is_chat]
-            encoded = self._encode([texts[i].text for i in chosen], is_chat)
+            encoded = self._tokenizer.encode_each([texts[i].text for i in chosen], add_special_tokens=not is_chat)
             for i, ids in zip(chosen, encoded, strict=True):
                 outcomes[i] = self._checked(ids, records[i])
         return [outcome for outcome in outcomes if outcome is not None]
@@ -158,14 +158,6 @@ class PromptRenderer:
                     f"{record.where}: prompt_token_ids holds {item!r}; the model's token ids are 0 to {limit - 1}",
                 )
         return tuple(map(int, value))
-
-    def _encode(self, texts: list[str], is_chat: bool) -> list[list[int] | Exception]:
-        try:
-            return list(self._tokenizer.encode_batch(texts, add_special_tokens=not is_chat))
-        except Exception as error:  # one text that the tokenizer cannot take must not stop the others
-            if len(texts) == 1:
-                return [error]
-            return [outcome for text in texts for outcome in self._encode([text], is_chat)]
 
     def _checked(self, ids: list[int] | Exception, record: PromptRecord) -> tuple[int, ...] | RowError:
         if isinstance(ids, Exception):

@@ -68,6 +68,15 @@ class Tokenizer:
             return [ids[1:] if ids[:2] == two else ids for ids in encoded]
         return encoded
 
+    def encode_each(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | Exception]:
+        """Like `encode_batch`; a text that the tokenizer cannot take gives its error and does not stop the others."""
+        try:
+            return list(self.encode_batch(texts, add_special_tokens))
+        except Exception as error:  # tokenizers of different kinds raise anything
+            if len(texts) == 1:
+                return [error]
+            return [outcome for text in texts for outcome in self.encode_each([text], add_special_tokens)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens, and ids the vocabulary does not have, leave nothing behind."""
         if self._rust is not None:
