@@ -58,7 +58,7 @@ def run(model, *args, **options):
 
 def sentence(stderr):
     """The one line of an error, which is no traceback."""
-    lines = [line for line in stderr.splitlines() if not line.startswith("[")]
+    lines = [line for line in stderr.splitlines() if not line.startswith(("[", "warning: "))]
     assert len(lines) == 1, stderr
     assert lines[0].startswith("pagedgen: ")
     return lines[0]
@@ -310,7 +310,20 @@ def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals
     """It is told once its first rows are done, twice in a row too; it exits with 130 and says where they are."""
     write_jsonl(folder / "in.jsonl", [{"prompt": f"fox {i}"} for i in range(20_000)])
     process = subprocess.Popen(
-        [sys.executable, "-m", "pagedgen", "run", "in.jsonl", "-m", model, "--ignore-eos", "--max-tokens", "100"],
+        [
+            sys.executable,
+            "-m",
+            "pagedgen",
+            "run",
+            "in.jsonl",
+            "-m",
+            model,
+            "--ignore-eos",
+            "--max-tokens",
+            "20",
+            "--max-seqs",
+            "8",
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )
