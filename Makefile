@@ -54,8 +54,8 @@ check: setup ## style, lint and types
 test: check ## check, then the tests without the slow ones
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest
 
-test-full: check ## check, then all tests
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -m "slow or not slow"
+test-full: check ## check, then all tests, with new random histories
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -m "slow or not slow" --hypothesis-profile default
 
 bench: setup ## the benchmarks; results go to build/bench/
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.scheduler

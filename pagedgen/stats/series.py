@@ -1,5 +1,6 @@
 """Rates and timelines of a run in bounded memory: what was counted lately, and what the rest may take."""
 
+import math
 from collections import deque
 
 
@@ -109,4 +110,5 @@ def eta_seconds(*, done: int, total: float | None, running_for: float, rate: flo
     if running_for < 3.0 or (done < 5 and done < 0.1 * total):
         return None
     speed = rate or average
-    return (total - done) / speed if speed > 0 else None
+    seconds = (total - done) / speed if speed > 0 else math.inf
+    return seconds if math.isfinite(seconds) else None
