@@ -30,6 +30,22 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     value_cache[blocks, :, offsets] = value
 
 
+def rotary_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """`apply_rotary`, then `write_kv` of the rotated keys: returns the rotated query [T, Hq, D]."""
+    query, key = apply_rotary(query, key, cos, sin)
+    write_kv(key, value, key_cache, value_cache, slot_mapping)
+    return query
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

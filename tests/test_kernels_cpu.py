@@ -177,13 +177,20 @@ def test_gate_at_extreme_values() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (64, 16), (80, 32), (6, 2), (34, 34)])
-def test_rotary(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
+def test_rotary_write_kv(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
     fused = torch.randn(90, 8, dim + 4).to(dtype)
     angles = torch.randn(90, rotary_dim)
     query, key = fused[:, :5, :dim], fused[:, 5:7, 1 : dim + 1]
-    ours = cpu.apply_rotary(query, key, angles.cos(), angles.sin())
-    for mine, expected in zip(ours, reference.apply_rotary(query, key, angles.cos(), angles.sin()), strict=True):
-        close(mine, expected)
+    value = fused[:, 4:8:2, :8]
+    slots = torch.randperm(120)[:90]
+    results = []
+    for kernels in (cpu, reference):
+        caches = torch.zeros(30, 2, 4, dim).to(dtype), torch.zeros(30, 2, 4, 8).to(dtype)
+        results.append(
+            (kernels.rotary_write_kv(query, key, value, angles.cos(), angles.sin(), *caches, slots), *caches)
+        )
+    for ours, expected in zip(*results, strict=True):
+        close(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -264,7 +271,9 @@ def fallbacks() -> dict[str, Callable[[], object]]:
         "rms_norm": lambda: cpu.rms_norm(x[0], x[0, 0], 1e-5),
         "add_rms_norm": lambda: cpu.add_rms_norm(x[0], x[1], x[0, 0], 1e-5),
         "silu_mul": lambda: cpu.silu_mul(x[0]),
-        "apply_rotary": lambda: cpu.apply_rotary(x, x, torch.ones(3, 8), torch.ones(3, 8)),
+        "rotary_write_kv": lambda: cpu.rotary_write_kv(
+            x, x, x, torch.ones(3, 8), torch.ones(3, 8), cache, cache, torch.arange(3)
+        ),
         "greedy_argmax": lambda: cpu.greedy_argmax(x[0]),
         "gumbel_argmax": lambda: cpu.gumbel_argmax(x[0], torch.ones(2), torch.arange(2)),
     }

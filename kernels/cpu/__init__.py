@@ -2,7 +2,6 @@
 
 from .launchers import (
     add_rms_norm,
-    apply_rotary,
     available,
     copy_blocks,
     greedy_argmax,
@@ -10,6 +9,7 @@ from .launchers import (
     gumbel_noise,
     paged_attention,
     rms_norm,
+    rotary_write_kv,
     silu_mul,
     unavailable_reason,
     write_kv,
@@ -17,7 +17,6 @@ from .launchers import (
 
 __all__ = [
     "add_rms_norm",
-    "apply_rotary",
     "available",
     "copy_blocks",
     "greedy_argmax",
@@ -25,6 +24,7 @@ __all__ = [
     "gumbel_noise",
     "paged_attention",
     "rms_norm",
+    "rotary_write_kv",
     "silu_mul",
     "unavailable_reason",
     "write_kv",

@@ -26,7 +26,7 @@ PAGEDGEN_EXPORT void pg_write_kv(const char* key, int64_t key_token_stride, int6
                                  int64_t value_token_stride, int64_t value_head_stride, char* key_cache,
                                  char* value_cache, const int64_t* slots, int64_t tokens, int heads, int block_size,
                                  int64_t key_bytes, int64_t value_bytes, int threads) {
-  parallel_for(tokens, 512, threads, [&](int64_t begin, int64_t end) {
+  parallel_for(tokens, 32, threads, [&](int64_t begin, int64_t end) {
     scatter_rows(key, key_token_stride, key_head_stride, key_cache, slots, begin, end, heads, block_size, key_bytes);
     scatter_rows(value, value_token_stride, value_head_stride, value_cache, slots, begin, end, heads, block_size,
                  value_bytes);

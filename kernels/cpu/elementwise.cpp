@@ -1,4 +1,4 @@
-// RMSNorm, SiLU gate and rotary embedding: one pass over memory each, arithmetic in float32, one rounding.
+// RMSNorm and SiLU gate: one pass over memory each, arithmetic in float32, one rounding.
 #include <cmath>
 
 #include "dispatch.h"
@@ -8,8 +8,9 @@ using namespace pagedgen;
 
 namespace {
 
-// What a thread takes at a time: tens of microseconds of work, well above the cost of waking a thread for it.
-constexpr int64_t GRAIN_ELEMENTS = 131072;
+// What a thread takes at a time: a few microseconds of work. That is little, but the threads are awake within a step, the
+// data lies half in the other core's cache anyway, and a thread that waited through a longer region would fall asleep.
+constexpr int64_t GRAIN_ELEMENTS = 16384;
 
 int64_t grain_rows(int64_t row_elements) {
   return std::max<int64_t>(1, GRAIN_ELEMENTS / std::max<int64_t>(1, row_elements));
@@ -40,18 +41,6 @@ void norm_row(const T* x, const T* weight, T* out, int width, float scale) {
     const int n = std::min(VL, width - i);
     store_part(out + i, load_part(weight + i, n) * (load_part(x + i, n) * scale), n);
   }
-}
-
-template <class T>
-void rotate_row(const T* x, const float* cosine, const float* sine, T* out, int dim, int rotary_dim) {
-  const int half = rotary_dim / 2;
-  for (int i = 0; i < half; i += VL) {
-    const int n = std::min(VL, half - i);
-    const vf a = load_part(x + i, n), b = load_part(x + half + i, n);
-    store_part(out + i, a * load_part(cosine + i, n) - b * load_part(sine + i, n), n);
-    store_part(out + half + i, b * load_part(cosine + half + i, n) + a * load_part(sine + half + i, n), n);
-  }
-  std::memcpy(out + rotary_dim, x + rotary_dim, (dim - rotary_dim) * sizeof(T));
 }
 
 }  // namespace
@@ -90,20 +79,6 @@ PAGEDGEN_EXPORT void pg_silu_mul(int type, const void* gate_up, int64_t stride, 
           store_part(target + i, g / (1.f + exp(-g)) * load_part(gate + width + i, n), n);
         }
       }
-    });
-  });
-}
-
-PAGEDGEN_EXPORT void pg_apply_rotary(int type, const void* x, int64_t token_stride, int64_t head_stride,
-                                     const float* cosine, const float* sine, void* out, int64_t tokens, int heads,
-                                     int dim, int rotary_dim, int threads) {
-  with_type(type, [&](auto tag) {
-    using T = decltype(tag);
-    parallel_for(tokens, grain_rows(int64_t(heads) * dim), threads, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t)
-        for (int h = 0; h < heads; ++h)
-          rotate_row(static_cast<const T*>(x) + t * token_stride + h * head_stride, cosine + t * rotary_dim,
-                     sine + t * rotary_dim, static_cast<T*>(out) + (t * heads + h) * dim, dim, rotary_dim);
     });
   });
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from .. import reference
-from .library import AttentionArgs, Library, load
+from .library import AttentionArgs, Library, RotaryArgs, load
 
 Tensor = torch.Tensor
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -63,6 +63,50 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         value_cache.shape[3] * itemsize,
         torch.get_num_threads(),
     )
+
+
+def rotary_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    library = _library_for(query, key, value, key_cache, value_cache)
+    if library is None or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        return reference.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
+    cosine, sine = (x.to(torch.float32).contiguous() for x in (cos, sin))
+    slots = slot_mapping.contiguous()
+    out = query.new_empty(query.shape)
+    library.rotary_write_kv(
+        RotaryArgs(
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            out.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            slots.data_ptr(),
+            query.shape[0],
+            TYPES[query.dtype],
+            query.shape[1],
+            key_cache.shape[1],
+            key_cache.shape[2],
+            key_cache.shape[3],
+            value_cache.shape[3],
+            cosine.shape[1],
+            torch.get_num_threads(),
+        )
+    )
+    return out
 
 
 def paged_attention(
@@ -194,30 +238,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         torch.get_num_threads(),
     )
     return out
-
-
-def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    library = _library_for(query, key)
-    if library is None:
-        return reference.apply_rotary(query, key, cos, sin)
-    cosine, sine = (x.to(torch.float32).contiguous() for x in (cos, sin))
-    rotated = []
-    for x in (query, key):
-        out = x.new_empty(x.shape)
-        library.apply_rotary(
-            TYPES[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            x.stride(1),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            out.data_ptr(),
-            *x.shape,
-            cosine.shape[1],
-            torch.get_num_threads(),
-        )
-        rotated.append(out)
-    return rotated[0], rotated[1]
 
 
 def greedy_argmax(logits: Tensor) -> Tensor:

@@ -43,6 +43,37 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class RotaryArgs(ctypes.Structure):
+    """PgRotary of rotary.cpp, field for field."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("query_token_stride", c_int64),
+        ("query_head_stride", c_int64),
+        ("key_token_stride", c_int64),
+        ("key_head_stride", c_int64),
+        ("value_token_stride", c_int64),
+        ("value_head_stride", c_int64),
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("out", c_void_p),
+        ("key_cache", c_void_p),
+        ("value_cache", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+        ("type", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("block_size", c_int32),
+        ("dim", c_int32),
+        ("value_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("threads", c_int32),
+    )
+
+
 class Library:
     """The functions of the compiled kernels, with their argument types. Calls release the GIL."""
 
@@ -63,11 +94,7 @@ class Library:
             *(size, c_int, c_float, c_int),
         )
         self.silu_mul = self._function("pg_silu_mul", c_int, pointer, size, pointer, size, c_int, c_int)
-        self.apply_rotary = self._function(
-            "pg_apply_rotary",
-            *(c_int, pointer, size, size, pointer, pointer, pointer),
-            *(size, c_int, c_int, c_int, c_int),
-        )
+        self.rotary_write_kv = self._function("pg_rotary_write_kv", ctypes.POINTER(RotaryArgs))
         self.greedy_argmax = self._function("pg_greedy_argmax", c_int, pointer, size, size, c_int, pointer, c_int)
         self.gumbel_argmax = self._function(
             "pg_gumbel_argmax", c_int, pointer, size, size, c_int, pointer, pointer, pointer, c_int

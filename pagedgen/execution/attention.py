@@ -32,14 +32,23 @@ class AttentionBackend:
         kv_cache: KVCache,
         *,
         scale: float,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, num_heads, key_dim], key [T, num_kv_heads, key_dim], value [T, num_kv_heads, value_dim], all of the
-        cache's dtype -> [T, num_heads, value_dim]."""
+        cache's dtype -> [T, num_heads, value_dim].
+
+        rotation: cosines and sines [T, rotary_dim] by which query and key are still to be rotated, if they are.
+        """
         key_cache, value_cache = kv_cache.key(layer), kv_cache.value(layer)
-        self.kernels.write_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        if rotation is None:
+            self.kernels.write_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        else:
+            query = self.kernels.rotary_write_kv(
+                query, key, value, *rotation, key_cache, value_cache, batch.slot_mapping
+            )
         out: torch.Tensor = self.kernels.paged_attention(
             query,
             key_cache,

@@ -108,8 +108,6 @@ class LlamaModel:
         if layer.query_norm is not None and layer.key_norm is not None:
             query = kernels.rms_norm(query.reshape(-1, self._head_dim), layer.query_norm, self._eps).view(query.shape)
             key = kernels.rms_norm(key.reshape(-1, self._head_dim), layer.key_norm, self._eps).view(key.shape)
-        if layer.use_rope:
-            query, key = kernels.apply_rotary(query, key, *rotation)
         out = attention.forward(
             index,
             query,
@@ -118,6 +116,7 @@ class LlamaModel:
             batch,
             kv_cache,
             scale=self._head_dim**-0.5,
+            rotation=rotation if layer.use_rope else None,
             sliding_window=layer.window,
         )
         return out.view(batch.num_tokens, -1)

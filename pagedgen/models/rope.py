@@ -36,7 +36,8 @@ class RotaryEmbedding:
             self.depends_on_length = not torch.equal(self._inv_freq, self._long_inv_freq)
 
     def __call__(self, positions: torch.Tensor, rope_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions, rope_lens: int64 [T] -> cos, sin: [T, rotary_dim] of the model's dtype."""
+        """positions, rope_lens: int64 [T] -> cos, sin: float32 [T, rotary_dim], rounded to the model's dtype as in
+        `transformers`."""
         inv_freq = self._inv_freq
         if self.depends_on_length and self._kind == "dynamic":
             inv_freq, _ = self._init_function(self._config, self._device, seq_len=rope_lens[:, None])
@@ -44,4 +45,5 @@ class RotaryEmbedding:
             inv_freq = torch.where(rope_lens[:, None] > self._original_length, self._long_inv_freq, inv_freq)
         angles = positions[:, None].float() * inv_freq
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((sin, sin), dim=-1).to(self._dtype)
+        cos, sin = cos.to(self._dtype).float(), sin.to(self._dtype).float()
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
