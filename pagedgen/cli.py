@@ -15,7 +15,7 @@ from pagedgen import __version__, options
 from pagedgen.config import EngineConfig, InputConfig, JobConfig, Keep, PromptConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.params import OPTIONS
-from pagedgen.threads import limit_spinning
+from pagedgen.process import prepare_process
 
 DEFAULTS = EngineConfig()
 SAMPLING = tuple(option.name for option in OPTIONS)
@@ -138,7 +138,7 @@ def _run(given: dict[str, Any]) -> int:
         quiet=given["quiet"],
         command=tuple(sys.argv),
     )
-    limit_spinning()
+    prepare_process()
     from pagedgen.job import run_job  # pyarrow, torch and transformers are imported only when there is a job
 
     result = run_job(config, getattr(sys.stdin, "buffer", None))

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"values", "api", "options", "job"},
     "__main__": {"cli"},
 }
-VALUES = {"errors", "config", "params", "request", "step", "threads", "units"}
+VALUES = {"errors", "config", "params", "process", "request", "step", "units"}
 
 
 def area(module: str) -> str:
