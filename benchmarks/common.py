@@ -5,18 +5,23 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import psutil
-import torch
 
 RESULTS = Path("build/bench")
+ANSWER = "answer: "
 
 
 def describe_machine() -> dict[str, str | float]:
     """What a figure depends on: processor, cores, memory, load, accelerator and versions."""
+    import torch
+
     versions = {name: importlib.metadata.version(name) for name in ("pagedgen", "torch", "transformers")}
     return {
         "processor": _processor(),
@@ -48,6 +53,39 @@ def alternate(contestants: Mapping[str, Callable[[int], float]], rounds: int) ->
             seconds[name].append(contestants[name](number))
             print(f"round {number + 1}/{rounds}  {name}: {seconds[name][-1]:.3f} s", flush=True)
     return seconds
+
+
+class Worker:
+    """A contestant in a process of its own, which `python -m MODULE ARGUMENTS` starts and which calls `serve`: neither
+    meets the other's threads, settings of memory or warm caches, and both stay loaded between the rounds."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", module, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()  # it is ready
+
+    def __call__(self, number: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+    def _answer(self) -> str:
+        """The next line for us; what else the contestant prints is passed on."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return line.removeprefix(ANSWER)
+            print(line, end="", flush=True)
+        sys.exit(f"a contestant ended early, with exit code {self._process.wait()}")
+
+
+def serve(contestant: Callable[[int], float]) -> NoReturn:
+    """Be a `Worker`'s process: run the rounds that are asked for and report their seconds."""
+    print(f"{ANSWER}ready", flush=True)
+    for line in sys.stdin:
+        print(f"{ANSWER}{contestant(int(line))}", flush=True)
+    sys.exit(0)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Output tokens per second beside transformers' batched `generate`, on the same weights and the same work in one run.
 
 The work, 64x128/64: 64 prompts of 128 random token ids, 64 new tokens for each, greedy, bfloat16, past the end token.
-Every round has prompts of its own, the same for both, so the prefix cache finds nothing.
+Every round has prompts of its own, the same for both, so the prefix cache finds nothing. Each runs in a process of its
+own, set up as its user's would be: pagedgen as its command line does, transformers with the defaults of torch.
 """
 
 import argparse
@@ -11,14 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
 from numpy.typing import NDArray
 
-from benchmarks.common import alternate, print_table, spread, write_results
-from pagedgen import Engine, EngineConfig, Request, SamplingParams
-from pagedgen.models.gguf import convert_gguf
-from pagedgen.models.source import fetch, resolve_model
+from benchmarks.common import Worker, alternate, print_table, serve, spread, write_results
+from pagedgen.process import prepare_process
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128, 64
 KV_BYTES = 1 << 30
@@ -30,6 +27,9 @@ def prompts(round_number: int, vocab_size: int) -> NDArray[np.int64]:
 
 
 def pagedgen_contestant(model: str | None) -> Callable[[int], float]:
+    prepare_process()  # before torch is loaded
+    from pagedgen import Engine, EngineConfig, Request, SamplingParams
+
     engine = Engine(EngineConfig(model=model, dtype="bfloat16", kv_memory=KV_BYTES, max_seqs=REQUESTS))
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 
@@ -46,7 +46,14 @@ def pagedgen_contestant(model: str | None) -> Callable[[int], float]:
     return contestant
 
 
-def transformers_contestant(folder: Path, device: torch.device) -> Callable[[int], float]:
+def transformers_contestant(model_name: str | None) -> Callable[[int], float]:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = model_folder(model_name)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     model.generation_config.eos_token_id = None
 
@@ -70,24 +77,30 @@ def transformers_contestant(folder: Path, device: torch.device) -> Callable[[int
 
 def model_folder(name: str | None) -> Path:
     """The folder both load their weights from; a GGUF file's is its converted one."""
+    import torch
+
+    from pagedgen.models.gguf import convert_gguf
+    from pagedgen.models.source import fetch, resolve_model
+
     source = resolve_model(name)
     if source.kind == "gguf" and source.path is not None:
         return convert_gguf(source.path, torch.bfloat16)
     return fetch(source)
 
 
+CONTESTANTS = {PEER: transformers_contestant, OURS: pagedgen_contestant}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a Hub id, a folder or a .gguf file; left out: the default model")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)  # what a worker is started with
     arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    contestants = {
-        PEER: transformers_contestant(model_folder(arguments.model), device),
-        OURS: pagedgen_contestant(arguments.model),
-    }
+    if arguments.contestant:
+        serve(CONTESTANTS[arguments.contestant](arguments.model))
+    options = [] if arguments.model is None else ["--model", arguments.model]
+    contestants = {name: Worker("benchmarks.throughput", "--contestant", name, *options) for name in (PEER, OURS)}
     for name, contestant in contestants.items():
         print(f"warming up {name}: {contestant(arguments.rounds):.3f} s", flush=True)
     seconds = alternate(contestants, arguments.rounds)
@@ -95,9 +108,9 @@ def main() -> None:
     ratios = [ours / peer for ours, peer in zip(rates[OURS], rates[PEER], strict=True)]
     work = f"{REQUESTS}x{PROMPT_TOKENS}/{OUTPUT_TOKENS}"
     rows = [(name, *spread(values).values()) for name, values in rates.items()]
-    print_table(f"{work}, bfloat16, {device}: output tokens/s", ("engine", "median", "min", "max"), rows)
+    print_table(f"{work}, bfloat16: output tokens/s", ("engine", "median", "min", "max"), rows)
     print(f"ratio, median of {arguments.rounds} rounds: {statistics.median(ratios):.2f}")
-    write_results("throughput", {"work": work, "device": str(device), "seconds": seconds, "ratios": ratios})
+    write_results("throughput", {"work": work, "seconds": seconds, "ratios": ratios})
 
 
 if __name__ == "__main__":
