@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedgen.config import EngineConfig
 from pagedgen.errors import PagedgenError, RowError, UsageError
-from pagedgen.request import Completion, Request, SamplingParams, Status
+from pagedgen.request import BeamParams, Completion, Request, SamplingParams, Status
 
 if TYPE_CHECKING:
     from pagedgen.engine import Engine
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BeamParams",
     "Completion",
     "Engine",
     "EngineConfig",

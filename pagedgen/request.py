@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 
 class Status(StrEnum):
@@ -35,8 +35,16 @@ class SamplingParams:
     stop_token_ids: ids that end the completion, besides the model's own end tokens.
     min_tokens: end tokens and stop strings are held back until this many tokens exist.
     ignore_eos: generate past the model's end tokens (stop_token_ids still apply).
+    n: samples of the prompt; sample i draws with its own key, and shares the prompt's blocks with the others.
+    repetition_penalty: 1 is off; divides positive and multiplies negative scores of every token that occurs in the
+        prompt or the completion so far (Keskar et al., 2019).
+    presence_penalty, frequency_penalty: 0 is off; subtracted once, and once for each occurrence, from the scores of the
+        tokens that the completion holds so far (not the prompt).
+    logit_bias: (token id, what to add to its logit) pairs.
+    bad_words: texts whose token sequences are never completed.
     logprobs: None is off; k >= 0 asks for the log-probability of each chosen token and the k most likely ones, taken
-        from the model's logits before temperature and filters.
+        from the model's logits before processors, temperature and filters.
+    prompt_logprobs: None is off; k >= 0 asks for the same of each prompt token but the first.
     """
 
     max_tokens: int | None = None
@@ -49,7 +57,37 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+EarlyStopping = Literal["true", "false", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How to search with beams, as in `transformers`; SamplingParams gives lengths, ends and the repetition penalty.
+
+    width: beams. num_return: hypotheses to return, the best first, at most `width`.
+    length_penalty: a hypothesis scores its summed log-probability divided by its length to this power.
+    early_stopping: "true" ends once there are `width` hypotheses; "false" once the best beam, at its present length,
+        cannot beat the worst of them; "never" once it could not at any length.
+    diversity_groups: groups the beams are divided into (Vijayakumar et al., 2018); width is a multiple of it.
+    diversity_penalty: subtracted from a token's score for each beam of an earlier group that chose it in this step.
+    """
+
+    width: int = 4
+    num_return: int = 1
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = "false"
+    diversity_groups: int = 1
+    diversity_penalty: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +111,8 @@ class Request:
     """What the engine is asked to complete: exactly one of `prompt` (sent as it is) and `prompt_token_ids`.
 
     `id` keys the random draws, so a request draws the same numbers wherever and with whomever it runs. Without `params`
-    the engine's defaults apply, which come from the model's generation config.
+    the engine's defaults apply, which come from the model's generation config. With `beam` the completions are the best
+    hypotheses of a beam search, in order of their score.
     """
 
     row: int
@@ -81,6 +120,7 @@ class Request:
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     params: SamplingParams | None = None
+    beam: BeamParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +150,7 @@ class Completion:
     cumulative_logprob: float | None = None
     score: float | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def completion_tokens(self) -> int:
