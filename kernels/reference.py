@@ -1,11 +1,11 @@
 """Every kernel in plain torch: what the other backends are tested against, and the path of last resort.
 
-Shapes: T packed tokens, S sequences, R sampled rows, B blocks in the widest table, V the vocabulary. Hq query heads in
-groups of Hq / Hkv share a key/value head. Key and value caches are [num_blocks, Hkv, block_size, Dk or Dv]. Arithmetic
-is float32, results are rounded once to the dtype of the inputs.
+Shapes: T packed tokens, S sequences, R rows of logits, B blocks in the widest table, V the vocabulary. Hq query heads
+in groups of Hq / Hkv share a key/value head. Key and value caches are [num_blocks, Hkv, block_size, Dk or Dv].
+Arithmetic is float32, results are rounded once to the dtype of the inputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -16,7 +16,7 @@ COUNTER_STEP = 0x9E3779B97F4A7C15 - 2**64
 FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 SECOND_MULTIPLIER = 0x94D049BB133111EB - 2**64
 SCORE_BYTES = 32 << 20  # bounds the attention scores held at a time, whatever the queries and the context
-ROWS_AT_ONCE = 16  # bounds the float64 noise of a whole vocabulary held at a time
+ROWS_AT_ONCE = 16  # bounds what is held at a time in float64 or int64 of a whole vocabulary, like its noise
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -168,11 +168,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.to(x.dtype), passed), -1)
 
 
-def greedy_argmax(logits: Tensor) -> Tensor:
-    """int64 [R]: the token with the largest logit of each row of [R, V], the lowest on ties.
+def greedy_argmax(logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    """int64 [N]: the token with the largest logit of each row of [R, V], the lowest on ties.
 
-    -1 for a row that holds a NaN or nothing above -inf.
+    -1 for a row that holds a NaN or nothing above -inf. rows: int64 [N], the rows to look at; all of them by default.
     """
+    if rows is not None:
+        logits = logits[rows]
     top = logits.amax(-1, keepdim=True)  # NaN when any is
     vocab_size = logits.shape[-1]
     tokens = torch.arange(vocab_size, device=logits.device)
@@ -181,20 +183,90 @@ def greedy_argmax(logits: Tensor) -> Tensor:
     return torch.where(usable, winner, -1)
 
 
-def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
-    """int64 [R]: a draw from softmax(logits / temperature) of each row of [R, V], by the Gumbel-max trick.
+def gumbel_argmax(
+    logits: Tensor, temperature: Tensor, keys: Tensor, rows: Tensor | None = None, lowest: Tensor | None = None
+) -> Tensor:
+    """int64 [N]: a draw from softmax(logits / temperature) of each row of [R, V], by the Gumbel-max trick.
 
     The token with the largest logits / temperature + gumbel_noise, in float32, the lowest on ties; a logit of -inf
-    never wins; -1 for a row that holds a NaN or nothing above -inf. temperature: float32 [R], positive. keys: int64 or
-    uint64 [R]. The draw of a row depends on its logits, temperature and key alone.
+    never wins; -1 for a row that holds a NaN or nothing above -inf. temperature: float32 [N], positive. keys: int64 or
+    uint64 [N]. rows: int64 [N], the row of each draw; by default draw i is from row i. lowest: float32 [N], the least
+    value of logits / temperature that may win, at most the row's largest; by default any may. A draw depends on its
+    row's logits, temperature and lowest and its key alone.
     """
-    out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    out = torch.empty(keys.shape[0], dtype=torch.int64, device=logits.device)
     tokens = torch.arange(logits.shape[-1], device=logits.device)[None]
-    for begin in range(0, logits.shape[0], ROWS_AT_ONCE):
-        rows = slice(begin, begin + ROWS_AT_ONCE)
-        scaled = logits[rows].float() / temperature[rows, None].float()
-        out[rows] = greedy_argmax(scaled + gumbel_noise(keys[rows], tokens.expand(scaled.shape)))
+    for part in _slices(keys.shape[0]):
+        scaled = _rows_of(logits, rows, part) / temperature[part, None].float()
+        if lowest is not None:
+            scaled.masked_fill_(scaled < lowest[part, None], -torch.inf)
+        out[part] = greedy_argmax(scaled + gumbel_noise(keys[part], tokens.expand(scaled.shape)))
     return out
+
+
+def lowest_kept(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """float32 [N]: the least value of logits / temperature that the filters of each row of [R, V] keep.
+
+    They apply in the order top-k, top-p, min-p: of the tokens likelier than it, one that is kept has less than k, which
+    have less than p of the mass of all that top-k left; and it has at least min-p of the likeliest one's probability.
+    So tokens that tie are kept or dropped together. temperature, top_p, min_p: float32 [N]. top_k: int64 [N], 0 is off.
+    rows: int64 [N], the rows to look at; all of them by default. For a row that holds a NaN or nothing above -inf the
+    value means nothing.
+    """
+    vocab_size = logits.shape[1]
+    out = torch.empty(temperature.shape[0], device=logits.device)
+    for part in _slices(temperature.shape[0]):
+        values = (_rows_of(logits, rows, part) / temperature[part, None]).sort(1, descending=True).values
+        count = torch.where(top_k[part] > 0, top_k[part].clamp(max=vocab_size), vocab_size)
+        kth = values.gather(1, count[:, None] - 1)
+        masses = (values - values[:, :1]).exp().double().masked_fill_(values < kth, 0.0)
+        before = masses.cumsum(1) - masses
+        within = (before < top_p[part, None] * masses.sum(1, keepdim=True)) | (top_p[part, None] >= 1)
+        nucleus = values.masked_fill(~within, torch.inf).amin(1)
+        out[part] = torch.maximum(torch.maximum(kth[:, 0], nucleus), values[:, 0] + min_p[part].log())
+    return out
+
+
+def top_tokens(
+    logits: Tensor, temperature: Tensor, k: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values float32 [N, k], ids int64 [N, k], total float32 [N]): the k largest logits of each row of [R, V] in
+    descending order, the lowest id first on ties, and the logsumexp of the whole row divided by its temperature.
+
+    k: from 1 to V. Where a row has fewer than k logits above -inf, the rest are -inf with the id 0. A row that holds a
+    NaN has a total of NaN, and its values and ids mean nothing. temperature: float32 [N], positive. rows: int64 [N],
+    the rows to look at; all of them by default.
+    """
+    count, vocab_size = temperature.shape[0], logits.shape[1]
+    values = torch.empty(count, k, device=logits.device)
+    ids = torch.empty(count, k, dtype=torch.int64, device=logits.device)
+    total = torch.empty(count, device=logits.device)
+    later = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    for part in _slices(count):
+        wide = _rows_of(logits, rows, part)
+        bits = (wide + 0.0).view(torch.int32)  # the sum makes -0 a 0
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers that order as the floats do
+        ids[part] = vocab_size - 1 - ((order << 32 | later).topk(k).values & 0xFFFFFFFF)
+        values[part] = wide.gather(1, ids[part])
+        total[part] = torch.logsumexp(wide / temperature[part, None], 1)
+    return values, ids.masked_fill_(values == -torch.inf, 0), total
+
+
+def _slices(count: int) -> Iterator[slice]:
+    """[0, count) in parts of ROWS_AT_ONCE."""
+    return (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, count, ROWS_AT_ONCE))
+
+
+def _rows_of(logits: Tensor, rows: Tensor | None, part: slice) -> Tensor:
+    """float32 [n, V]: a part of the rows, or of those that `rows` names."""
+    return (logits[part] if rows is None else logits[rows[part]]).float()
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:

@@ -17,8 +17,13 @@ from pagedgen.request import SamplingParams, Status
 DEFAULT_MAX_TOKENS = 512
 # Below this a softmax over float32 logits is an argmax, and dividing by it overflows.
 SMALLEST_TEMPERATURE = 1e-5
+# Each position of each row would hold this many tokens with their texts: more is a mistake.
+MOST_LOGPROBS = 1000
+MOST_SAMPLES = 256
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
+# The parameters are applied in float32.
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ def _real(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError
     number = float(value)
-    if not math.isfinite(number):
+    if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
         raise ValueError
     return number
 
@@ -97,28 +102,51 @@ def _boolean(value: object) -> bool:
     return value
 
 
-def _from_json_list(value: object) -> object:
-    """The list that a text holds as JSON, else the value as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+def _from_json(value: object, opening: str) -> object:
+    """The list or object, as its list of pairs, that a text with this opening bracket holds as JSON, else the value as
+    it is."""
+    if isinstance(value, str) and value.lstrip().startswith(tuple(opening)):
         try:
-            return json.loads(value)
-        except json.JSONDecodeError:
+            return json.loads(value, object_pairs_hook=list)
+        except (ValueError, RecursionError):
             return value
     return value
 
 
-def _stop(value: object) -> tuple[str, ...]:
-    value = _from_json_list(value)
+def _texts(value: object) -> tuple[str, ...]:
+    value = _from_json(value, "[")
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise ValueError
     return tuple(items)
 
 
+_token_id = _whole_between(0, _INT32_MAX)
+
+
 def _token_ids(value: object) -> tuple[int, ...]:
-    value = _from_json_list(value)
+    value = _from_json(value, "[")
     items = value if isinstance(value, list | tuple) else [value]
-    return tuple(_whole_between(0, _INT32_MAX)(item) for item in items)
+    return tuple(map(_token_id, items))
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    value = _from_json(value, "[{")
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise ValueError
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError
+        token_id, bias = pair
+        if bias is None:  # a column of structs has all ids of all rows as its fields
+            continue
+        token_id = _token_id(token_id)
+        if token_id in biases:
+            raise ValueError
+        biases[token_id] = _real(bias)
+    return tuple(sorted(biases.items()))
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -128,22 +156,23 @@ OPTIONS: tuple[Option, ...] = (
     Option("top_p", _real_between(0.0, 1.0, low_included=False), "a number above 0 and at most 1"),
     Option("min_p", _real_between(0.0, 1.0), "a number from 0 to 1"),
     Option("seed", _whole_between(0, _INT64_MAX), "a whole number from 0 to 2**63 - 1"),
-    Option("stop", _stop, "a text or a list of texts, none of them empty"),
+    Option("stop", _texts, "a text or a list of texts, none of them empty"),
     Option("stop_token_ids", _token_ids, "a token id or a list of them"),
     Option("min_tokens", _whole_between(0, _INT32_MAX), "a whole number from 0"),
     Option("ignore_eos", _boolean, "true or false"),
-    Option("logprobs", _whole_between(0, _INT32_MAX), "a whole number from 0"),
+    Option("n", _whole_between(1, MOST_SAMPLES), f"a whole number from 1 to {MOST_SAMPLES}"),
+    Option("repetition_penalty", _real_between(_FLOAT32_MIN, _FLOAT32_MAX), "a number above 0 (1 is off)"),
+    Option("presence_penalty", _real_between(0.0, math.inf), "a number from 0; negative penalties are not supported"),
+    Option("frequency_penalty", _real_between(0.0, math.inf), "a number from 0; negative penalties are not supported"),
+    Option("logit_bias", _logit_bias, 'a mapping of token ids to finite numbers, like {"11": -5}, with no id twice'),
+    Option("bad_words", _texts, "a text or a list of texts, none of them empty"),
+    Option("logprobs", _whole_between(0, MOST_LOGPROBS), f"a whole number from 0 to {MOST_LOGPROBS}"),
+    Option("prompt_logprobs", _whole_between(0, MOST_LOGPROBS), f"a whole number from 0 to {MOST_LOGPROBS}"),
 )
 _BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}
 
-# Options of other engines and of datasets made for them: their neutral value is accepted, any other is refused.
-UNSUPPORTED: Mapping[str, float | None] = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": None,
-}
+# Parameters that may be None, which is a value of its own.
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
 
 # The generation config's names for what the options call otherwise.
 _CONFIG_NAMES: Mapping[str, str] = {
@@ -154,14 +183,27 @@ _CONFIG_NAMES: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
+    "repetition_penalty": "repetition_penalty",
 }
+# What else changes the tokens that `transformers` would generate, with the value that changes nothing.
 _UNSUPPORTED_IN_CONFIG: Mapping[str, float | None] = {
-    "repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
     "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "top_h": None,
+    "guidance_scale": 1,
     "num_beams": 1,
+    "min_length": 0,
     "bad_words_ids": None,
+    "sequence_bias": None,
     "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
 }
 
 
@@ -184,7 +226,7 @@ def validate_params(params: SamplingParams) -> SamplingParams:
     """
     values = {field.name: getattr(params, field.name) for field in fields(params)}
     for name, value in values.items():
-        if value == "" or (value is None and name not in ("max_tokens", "logprobs")):
+        if value == "" or (value is None and name not in _OPTIONAL):
             raise ValueError(_refusal(name, value, _BY_NAME[name].allowed))
     return _apply(values, params)
 
@@ -214,16 +256,16 @@ def defaults_from_generation_config(
 
 
 def unsupported_in_generation_config(
-    generation_config: Mapping[str, object], overrides: Mapping[str, object]
+    generation_config: Mapping[str, object], searching: bool = False
 ) -> tuple[str, ...]:
-    """What the generation config asks for that no run applies, like `repetition_penalty 1.1`: worth a warning.
+    """What the generation config asks for that no run applies, like `typical_p 0.9`: worth a warning.
 
-    An option that the overrides give is left out: the user has decided.
+    searching: the user asks for a beam search, and so has decided on `num_beams`.
     """
     return tuple(
-        f"{name} {generation_config[name]}"
+        f"{name} {_show(generation_config[name])}"
         for name, neutral in _UNSUPPORTED_IN_CONFIG.items()
-        if overrides.get(name) is None and not _is_neutral(generation_config.get(name), neutral)
+        if not _is_neutral(generation_config.get(name), neutral) and not (searching and name == "num_beams")
     )
 
 
@@ -252,12 +294,6 @@ def _apply(
             values[name] = _BY_NAME[name].parse(value)
         except (ValueError, OverflowError):
             raise ValueError(_refusal(spell(name), value, _BY_NAME[name].allowed)) from None
-    for name in given.keys() & UNSUPPORTED.keys():
-        if not _is_neutral(given[name], UNSUPPORTED[name]):
-            only = "leave it out" if UNSUPPORTED[name] is None else f"leave it out or set it to {UNSUPPORTED[name]}"
-            raise ValueError(
-                f"{spell(name)} is {_show(given[name])}, but this version does not support {spell(name)}; {only}"
-            )
     params = replace(defaults, **values) if values else defaults
     if together and params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ValueError(
@@ -268,13 +304,8 @@ def _apply(
 
 
 def _is_neutral(value: object, neutral: float | None) -> bool:
-    """Whether the value of an option that is not supported asks for nothing."""
-    if value is None or value in ("", "{}", "[]", {}, [], ()):
-        return True
-    try:
-        return neutral is not None and _real(value) == neutral
-    except (ValueError, OverflowError):
-        return False
+    """Whether the value of a setting that is not supported asks for nothing."""
+    return value is None or value == neutral or value in ([], {})
 
 
 def _refusal(name: str, value: object, allowed: str) -> str:

@@ -80,6 +80,24 @@ def test_norm_gate_and_rotary_equal_transformers() -> None:
     assert not torch.equal(partial[..., :8], query[..., :8])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_top_tokens_are_those_of_a_sort(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits = (torch.randn(40, 90, generator=generator) * 3).round().to(dtype)
+    logits[3, 5:] = -torch.inf
+    logits[4, ::2] *= 0.0  # both zeros
+    temperature = torch.linspace(0.2, 4, 40)
+    values, ids, total = reference.top_tokens(logits, temperature, 30)
+    rows = logits.double().numpy()
+    for row in range(40):
+        order = np.lexsort((np.arange(90), -rows[row]))[:30]
+        possible = rows[row, order] > -np.inf
+        assert ids[row].tolist() == np.where(possible, order, 0).tolist()
+        assert values[row].tolist() == rows[row, order].tolist()
+    expected = np.log(np.exp(rows / temperature.double().numpy()[:, None]).sum(1))
+    np.testing.assert_allclose(total.numpy(), expected, rtol=1e-6)
+
+
 def splitmix_bits(key: int, token: int) -> int:
     mask = 2**64 - 1
     z = (key + (token + 1) * 0x9E3779B97F4A7C15) & mask

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pagedgen.errors import PagedgenError, RowError, UsageError
 from pagedgen.params import (
     DEFAULT_MAX_TOKENS,
+    MOST_LOGPROBS,
     OPTIONS,
-    UNSUPPORTED,
     defaults_from_generation_config,
     merge_eos_token_ids,
     resolve_params,
@@ -28,7 +28,6 @@ DEFAULTS = SamplingParams(max_tokens=100, temperature=0.5, stop=("x",))
 
 def test_every_parameter_is_an_option() -> None:
     assert {option.name for option in OPTIONS} == {field.name for field in fields(SamplingParams)}
-    assert not UNSUPPORTED.keys() & {option.name for option in OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +64,24 @@ def test_every_parameter_is_an_option() -> None:
         ("ignore_eos", True, True),
         ("logprobs", 0, 0),
         ("logprobs", "5", 5),
+        ("prompt_logprobs", MOST_LOGPROBS, MOST_LOGPROBS),
+        ("n", "4", 4),
+        ("n", 256, 256),
+        ("repetition_penalty", "1.1", 1.1),
+        ("repetition_penalty", 0.5, 0.5),
+        ("presence_penalty", 0, 0.0),
+        ("frequency_penalty", "2.5", 2.5),
+        ("bad_words", "heck", ("heck",)),
+        ("bad_words", ["heck", " [darn"], ("heck", " [darn")),
+        ("bad_words", '["heck", "["]', ("heck", "[")),
+        ("logit_bias", {}, ()),
+        ("logit_bias", "{}", ()),
+        ("logit_bias", {11: -5, 3: 0.5}, ((3, 0.5), (11, -5.0))),
+        ("logit_bias", {"11": -5, "3": "0.5"}, ((3, 0.5), (11, -5.0))),
+        ("logit_bias", ' {"11": -5, "3": 0.5}', ((3, 0.5), (11, -5.0))),
+        ("logit_bias", {"11": -5, "12": None}, ((11, -5.0),)),
+        ("logit_bias", [(11, -5), [3, 0.5]], ((3, 0.5), (11, -5.0))),
+        ("logit_bias", "[[11, -5]]", ((11, -5.0),)),
     ],
 )
 def test_good_values(name: str, value: object, expected: object) -> None:
@@ -86,7 +103,35 @@ BAD: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": (-1, [5, "x"], "[5, -1]", "five", [True], 2**31),
     "min_tokens": (-1, 0.5, "none"),
     "ignore_eos": (1, "yes", 0.0, []),
-    "logprobs": (-1, True, "all", 1.5),
+    "logprobs": (-1, True, "all", 1.5, 1001),
+    "prompt_logprobs": (-1, True, "all", 1.5, "1001"),
+    "n": (0, -1, 257, 1.5, True, "many", [2]),
+    "repetition_penalty": (0, -1.1, math.nan, "inf", True, 1e-50, 1e50),
+    "presence_penalty": (-0.5, "-2", math.nan, "inf", True, 1e39),
+    "frequency_penalty": (-0.5, "-2", math.nan, math.inf, [1], 1e39),
+    "bad_words": (5, [""], ["a", 5], '["a", ""]', {"a": 1}),
+    "logit_bias": (
+        5,
+        "5",
+        "{5: 1}",
+        {-1: 1},
+        {"x": 1},
+        {2**31: 1},
+        {5: "much"},
+        {5: math.nan},
+        {5: 1e39},
+        '{"5": NaN}',
+        '{"5": Infinity}',
+        '{"5": 1, "5": 2}',
+        {5: 1, "5": 1},
+        [5, 1],
+        [[5, 1], [5, 1]],
+        [[5, 1, 2]],
+        '[{"5": 1}]',
+        {5: True},
+        {5: {"a": 1}},
+        '{"5": ' * 100_000,
+    ),
 }
 
 
@@ -121,30 +166,20 @@ def test_any_value_is_taken_or_refused_in_one_sentence(name: str, value: object)
 
 @pytest.mark.parametrize("nothing", [None, ""])
 def test_null_and_empty_mean_not_given(nothing: object) -> None:
-    columns = {option.name: nothing for option in OPTIONS} | dict.fromkeys(UNSUPPORTED, nothing)
+    columns = {option.name: nothing for option in OPTIONS}
     assert resolve_params(columns, DEFAULTS, "row 1") == DEFAULTS
 
 
-@pytest.mark.parametrize(
-    ("name", "neutral", "other"),
-    [
-        ("n", 1, 2),
-        ("n", "1", "4"),
-        ("n", 1.0, "some"),
-        ("presence_penalty", 0.0, 0.5),
-        ("frequency_penalty", "0", "-1"),
-        ("repetition_penalty", 1.0, 1.1),
-        ("logit_bias", {}, {"5": 3}),
-        ("logit_bias", "{}", '{"5": 3}'),
-    ],
-)
-def test_unsupported_options_are_never_ignored(name: str, neutral: object, other: object) -> None:
-    assert resolve_params({name: neutral}, DEFAULTS, "row 1") == DEFAULTS
-    with pytest.raises(RowError, match=f"row 1: {name} is .*does not support {name}") as caught:
-        resolve_params({name: other}, DEFAULTS, "row 1")
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_negative_penalties_are_refused_in_as_many_words(name: str) -> None:
+    with pytest.raises(RowError, match=f"row 1: {name} is -1.5, but .* negative penalties are not supported") as caught:
+        resolve_params({name: -1.5}, DEFAULTS, "row 1")
     assert caught.value.status is Status.BAD_ROW
-    with pytest.raises(UsageError, match="does not support --"):
-        defaults_from_generation_config({}, {name: other})
+
+
+def test_nested_json_text_is_no_crash() -> None:
+    """Deeper than the parser can follow, it is a text like any other."""
+    assert resolve_params({"stop": "[" * 100_000}, DEFAULTS, "row 1").stop == ("[" * 100_000,)
 
 
 def test_min_tokens_above_max_tokens() -> None:
@@ -160,6 +195,10 @@ def test_validate_params_gives_values_their_types() -> None:
     loose: Any = {"stop": "END", "top_k": -1, "temperature": 1, "stop_token_ids": [3]}
     params = validate_params(SamplingParams(**loose))
     assert params == SamplingParams(stop=("END",), top_k=0, temperature=1.0, stop_token_ids=(3,))
+    loose = {"logit_bias": {11: -5, 3: 1}, "bad_words": ["heck"], "presence_penalty": 1}
+    params = validate_params(SamplingParams(**loose))
+    assert params == SamplingParams(logit_bias=((3, 1.0), (11, -5.0)), bad_words=("heck",), presence_penalty=1.0)
+    assert validate_params(params) == params
     broken: Any = {"temperature": None}
     with pytest.raises(ValueError, match="temperature is None"):
         validate_params(SamplingParams(**broken))
@@ -171,6 +210,7 @@ def test_generation_config() -> None:
         max_tokens=64, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1
     )
     assert defaults_from_generation_config({}, {}) == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, temperature=0.0)
+    assert defaults_from_generation_config({"repetition_penalty": 1.1}, {}).repetition_penalty == 1.1
     assert defaults_from_generation_config({"temperature": 0.6}, {}).temperature == 0  # do_sample is what counts
     assert defaults_from_generation_config({"do_sample": False, "temperature": 0.6}, {}).temperature == 0
     assert defaults_from_generation_config({"do_sample": True}, {}).temperature == 1.0
@@ -194,9 +234,18 @@ def test_a_broken_generation_config_is_named() -> None:
 
 
 def test_what_the_generation_config_asks_in_vain_is_told() -> None:
-    stated = {"repetition_penalty": 1.1, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": None, "do_sample": True}
-    assert unsupported_in_generation_config(stated, {}) == ("repetition_penalty 1.1",)
-    assert unsupported_in_generation_config(stated, {"repetition_penalty": 1.0}) == ()
+    stated: dict[str, Any] = {"repetition_penalty": 1.1, "typical_p": 1.0, "bad_words_ids": None, "do_sample": True}
+    assert unsupported_in_generation_config(stated) == ()
+    stated |= {"num_beams": 4, "typical_p": 0.9, "suppress_tokens": [], "begin_suppress_tokens": [220, 50256]}
+    told = ("typical_p 0.9", "num_beams 4", "begin_suppress_tokens [220, 50256]")
+    assert unsupported_in_generation_config(stated) == told
+    assert unsupported_in_generation_config(stated, searching=True) == (told[0], told[2])
+
+
+def test_what_transformers_fills_in_asks_for_nothing() -> None:
+    from transformers import GenerationConfig
+
+    assert unsupported_in_generation_config(GenerationConfig().to_dict()) == ()
 
 
 def test_eos_token_ids_are_merged() -> None:

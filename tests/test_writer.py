@@ -79,6 +79,38 @@ def test_columns_in_order_and_values(tmp_path: Path) -> None:
     assert (second["completion_tokens"], second["prompt"], second["extra"]) == (0, None, None)
 
 
+def test_prompt_logprobs_follow_logprobs_in_a_column_of_the_same_type(tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    columns = pa.schema([("prompt_logprobs", pa.int64()), ("prompt", pa.string())])
+    writer = writer_for(output, columns, logprobs=True, prompt_logprobs=True)
+    entry = TokenLogprob(7, -0.5, (8,), (-0.25,))
+    writer.write(completion(0, prompt_logprobs=(entry, entry)), {"prompt_logprobs": 1, "prompt": "p"}, str)
+    writer.write(completion(1, prompt_logprobs=()), {}, str)
+    writer.write(completion(2, logprobs=(entry,)), {}, str)
+    with pytest.raises(ValueError, match="token_strings"):
+        writer.write(completion(3, prompt_logprobs=(entry,)), {})
+    writer.finish()
+    table = pq.read_table(output)
+    names = [*FIXED, "logprobs", "prompt_logprobs", "input_prompt_logprobs", "prompt", "extra"]
+    assert table.schema.names == names
+    assert table.schema.field("prompt_logprobs").type == table.schema.field("logprobs").type
+    token = {"token_id": 7, "token": "7", "logprob": -0.5, "top": [{"token_id": 8, "token": "8", "logprob": -0.25}]}
+    assert table["prompt_logprobs"].to_pylist() == [[token, token], [], None]
+    assert table["logprobs"].to_pylist() == [None, None, [token]]
+    without = writer_for(tmp_path / "without.parquet", columns, logprobs=True)
+    without.write(completion(0, prompt_logprobs=(entry,)), {})
+    without.finish()
+    names.remove("prompt_logprobs")
+    assert pq.read_table(tmp_path / "without.parquet").schema.names == names
+
+
+def test_a_part_is_closed_by_the_size_of_prompt_logprobs_too(tmp_path: Path) -> None:
+    writer = writer_for(tmp_path / "out.parquet", part_bytes=10_000, prompt_logprobs=True)
+    entry = TokenLogprob(7, -0.5, tuple(range(100)), (-0.5,) * 100)
+    writer.write(completion(0, prompt_logprobs=(entry,) * 10), {}, str)
+    assert writer.parts_written == 1
+
+
 keys = st.lists(
     st.tuples(st.integers(0, 6), st.integers(0, 6)), unique=True, min_size=1, max_size=49
 ) | st.permutations([(row, 0) for row in range(40)])

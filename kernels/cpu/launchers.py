@@ -240,34 +240,94 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def greedy_argmax(logits: Tensor) -> Tensor:
+def greedy_argmax(logits: Tensor, rows: Tensor | None = None) -> Tensor:
     library = _library_for(logits)
     if library is None:
-        return reference.greedy_argmax(logits)
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
-    library.greedy_argmax(
-        TYPES[logits.dtype], logits.data_ptr(), logits.stride(0), *logits.shape, out.data_ptr(), torch.get_num_threads()
-    )
+        return reference.greedy_argmax(logits, rows)
+    index = _index(rows)
+    out = torch.empty(len(logits if index is None else index), dtype=torch.int64)
+    library.greedy_argmax(*_matrix(logits, index), len(out), out.data_ptr(), torch.get_num_threads())
     return out
 
 
-def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor) -> Tensor:
+def gumbel_argmax(
+    logits: Tensor, temperature: Tensor, keys: Tensor, rows: Tensor | None = None, lowest: Tensor | None = None
+) -> Tensor:
     library = _library_for(logits)
     if library is None:
-        return reference.gumbel_argmax(logits, temperature, keys)
-    row_temperature, row_keys = temperature.to(torch.float32).contiguous(), keys.contiguous()
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
+        return reference.gumbel_argmax(logits, temperature, keys, rows, lowest)
+    index, row_temperature, row_keys = _index(rows), temperature.to(torch.float32).contiguous(), keys.contiguous()
+    bounds = None if lowest is None else lowest.to(torch.float32).contiguous()
+    out = torch.empty(len(keys), dtype=torch.int64)
     library.gumbel_argmax(
-        TYPES[logits.dtype],
-        logits.data_ptr(),
-        logits.stride(0),
-        *logits.shape,
+        *_matrix(logits, index),
+        len(out),
         row_temperature.data_ptr(),
         row_keys.data_ptr(),
+        None if bounds is None else bounds.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )
     return out
+
+
+def lowest_kept(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    rows: Tensor | None = None,
+) -> Tensor:
+    library = _library_for(logits)
+    if library is None:
+        return reference.lowest_kept(logits, temperature, top_k, top_p, min_p, rows)
+    index, counts = _index(rows), top_k.to(torch.int64).contiguous()
+    reals = [setting.to(torch.float32).contiguous() for setting in (temperature, top_p, min_p)]
+    out = torch.empty(len(counts))
+    library.lowest_kept(
+        *_matrix(logits, index),
+        len(out),
+        reals[0].data_ptr(),
+        counts.data_ptr(),
+        reals[1].data_ptr(),
+        reals[2].data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def top_tokens(
+    logits: Tensor, temperature: Tensor, k: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    library = _library_for(logits)
+    if library is None:
+        return reference.top_tokens(logits, temperature, k, rows)
+    index, row_temperature = _index(rows), temperature.to(torch.float32).contiguous()
+    count = len(row_temperature)
+    values, ids, total = torch.empty(count, k), torch.empty(count, k, dtype=torch.int64), torch.empty(count)
+    library.top_tokens(
+        *_matrix(logits, index),
+        count,
+        row_temperature.data_ptr(),
+        k,
+        values.data_ptr(),
+        ids.data_ptr(),
+        total.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return values, ids, total
+
+
+def _index(rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows.to(torch.int64).contiguous()
+
+
+def _matrix(logits: Tensor, index: Tensor | None) -> tuple[int, int, int, int, int | None]:
+    """The arguments that say where the logits are and which of their rows are meant."""
+    pointer = None if index is None else index.data_ptr()
+    return TYPES[logits.dtype], logits.data_ptr(), logits.stride(0), logits.shape[1], pointer
 
 
 def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:

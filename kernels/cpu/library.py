@@ -95,10 +95,13 @@ class Library:
         )
         self.silu_mul = self._function("pg_silu_mul", c_int, pointer, size, pointer, size, c_int, c_int)
         self.rotary_write_kv = self._function("pg_rotary_write_kv", ctypes.POINTER(RotaryArgs))
-        self.greedy_argmax = self._function("pg_greedy_argmax", c_int, pointer, size, size, c_int, pointer, c_int)
-        self.gumbel_argmax = self._function(
-            "pg_gumbel_argmax", c_int, pointer, size, size, c_int, pointer, pointer, pointer, c_int
+        matrix = c_int, pointer, size, c_int, pointer
+        self.greedy_argmax = self._function("pg_greedy_argmax", *matrix, size, pointer, c_int)
+        self.gumbel_argmax = self._function("pg_gumbel_argmax", *matrix, size, *(pointer,) * 4, c_int)
+        self.top_tokens = self._function(
+            "pg_top_tokens", *matrix, size, pointer, c_int, pointer, pointer, pointer, c_int
         )
+        self.lowest_kept = self._function("pg_lowest_kept", *matrix, size, *(pointer,) * 5, c_int)
         self.gumbel_noise = self._function("pg_gumbel_noise", pointer, pointer, pointer, size, size, c_int)
 
     def _function(self, name: str, *argtypes: type) -> Function:

@@ -196,6 +196,7 @@ struct TransposeHigh {
 };
 
 INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+INLINE vf min(vf a, vf b) { return a < b ? a : b; }
 
 template <int K = 1>
 INLINE float sum_lanes(vf v) {
@@ -214,6 +215,8 @@ INLINE float max_lanes(vf v) {
     return max_lanes<2 * K>(max(v, shuffle<Swap<K>>(v, v)));
   }
 }
+
+INLINE float min_lanes(vf v) { return -max_lanes(-v); }
 
 INLINE bool any(vi mask) {
 #if defined(__AVX512F__)

@@ -33,6 +33,7 @@ _FIXED = pa.schema(
 _TOKEN = [("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())]
 _TOKEN_IDS = pa.field("token_ids", pa.list_(pa.int32()))
 _LOGPROBS = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, ("top", pa.list_(pa.struct(_TOKEN)))])))
+_PROMPT_LOGPROBS = _LOGPROBS.with_name("prompt_logprobs")
 _EXTRA = pa.field("extra", pa.string())
 
 TokenStrings = Callable[[int], str]
@@ -44,6 +45,7 @@ class OutputRow(NamedTuple):
     completion: Completion
     columns: Mapping[str, Any]
     logprobs: list[dict[str, Any]] | None
+    prompt_logprobs: list[dict[str, Any]] | None
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,26 @@ class OutputColumns:
             own.append(_TOKEN_IDS)
         if config.logprobs:
             own.append(_LOGPROBS)
+        if config.prompt_logprobs:
+            own.append(_PROMPT_LOGPROBS)
         self._token_ids = config.token_ids
         self._logprobs = config.logprobs
+        self._prompt_logprobs = config.prompt_logprobs
         self._keeps_late = config.keep == "all"
         # Names are reserved whether or not a column was asked for, so that a name means the same in every run.
-        reserved = {*_FIXED.names, _TOKEN_IDS.name, _LOGPROBS.name, _EXTRA.name}
+        reserved = {*_FIXED.names, _TOKEN_IDS.name, _LOGPROBS.name, _PROMPT_LOGPROBS.name, _EXTRA.name}
         self._kept = _kept_columns(_select(input_columns, config.keep), reserved)
         self._known = frozenset(column.source for column in self._kept)
         self.schema = pa.schema([*own, *(column.field for column in self._kept), _EXTRA])
 
     def row(self, completion: Completion, columns: Mapping[str, Any], token_strings: TokenStrings | None) -> OutputRow:
         """Joins a completion with its row. token_strings: the text of a token id, needed for log-probabilities."""
-        logprobs = None
-        if self._logprobs and completion.logprobs is not None:
-            if token_strings is None:
-                raise ValueError("a completion with log-probabilities needs token_strings")
-            logprobs = [_logprob(entry, token_strings) for entry in completion.logprobs]
-        return OutputRow(completion, columns, logprobs)
+        return OutputRow(
+            completion,
+            columns,
+            _logprobs(completion.logprobs, token_strings) if self._logprobs else None,
+            _logprobs(completion.prompt_logprobs, token_strings) if self._prompt_logprobs else None,
+        )
 
     def table(self, rows: Sequence[OutputRow]) -> pa.Table:
         """The rows as a table of `schema`, in the order given."""
@@ -106,6 +111,8 @@ class OutputColumns:
             values.append([c.token_ids if c.status is Status.OK else c.token_ids or None for c in done])
         if self._logprobs:
             values.append([row.logprobs for row in rows])
+        if self._prompt_logprobs:
+            values.append([row.prompt_logprobs for row in rows])
         extra: dict[int, dict[str, Any]] = {}
         inputs = [row.columns for row in rows]
         self._collect_late(inputs, extra)
@@ -176,6 +183,16 @@ def _is_writable(type_: pa.DataType) -> bool:
     except (pa.ArrowException, TypeError):
         return False
     return True
+
+
+def _logprobs(
+    entries: tuple[TokenLogprob, ...] | None, token_strings: TokenStrings | None
+) -> list[dict[str, Any]] | None:
+    if entries is None:
+        return None
+    if token_strings is None:
+        raise ValueError("a completion with log-probabilities needs token_strings")
+    return [_logprob(entry, token_strings) for entry in entries]
 
 
 def _logprob(entry: TokenLogprob, token_strings: TokenStrings) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class ShardedWriter:
 def _size(completion: Completion, columns: Mapping[str, Any]) -> int:
     """About how many bytes a row takes."""
     size = 64 + len(completion.text or "") + 4 * len(completion.token_ids)
-    for entry in completion.logprobs or ():
+    for entry in (*(completion.logprobs or ()), *(completion.prompt_logprobs or ())):
         size += 16 * (1 + len(entry.top_ids))
     for value in columns.values():
         size += len(value) if type(value) is str else _value_size(value)

@@ -11,8 +11,8 @@ from pagedgen.step import SlotArrays, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The tokens of all sequences of a step, packed one sequence after the other. T tokens, S sequences, R sampled
-    rows.
+    """The tokens of all sequences of a step, packed one sequence after the other. T tokens, S sequences, R rows of
+    logits.
 
     input_ids, positions: int64 [T].
     slot_mapping: int64 [T], where each token's key and value go: block * block_size + offset.
@@ -21,7 +21,8 @@ class ForwardBatch:
     block_tables: int32 [S, B]; entries past a sequence's last block are 0 and must not be read.
     rope_lens: int64 [T], the sequence length that length-dependent rope scalings use for each token: at least the
         prompt's length and at least its position + 1, so that it does not depend on how the prompt was chunked.
-    logit_rows: int64 [R], the packed positions whose logits are needed.
+    logit_rows: int64 [R], the packed positions whose logits are needed: first those of the sequences that are sampled,
+        then those before each prompt position whose log-probability is wanted, both in plan order.
     """
 
     input_ids: torch.Tensor
@@ -66,5 +67,28 @@ def build_batch(plan: StepPlan, state: SlotArrays, device: torch.device) -> Forw
         context_lens=tensor(context_lens),
         block_tables=tensor(state.block_table[slots, :table_width]),
         rope_lens=tensor(np.maximum(positions + 1, prompt_lens)),
-        logit_rows=tensor((query_start[1:] - 1)[plan.samples].astype(np.int64)),
+        logit_rows=tensor(_logit_rows(plan, state, query_start)),
     )
+
+
+def wanted_prompt_positions(plan: StepPlan, state: SlotArrays) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(sequences [P], positions [P]): the prompt positions whose log-probabilities the step gives, in plan order, each
+    with the place of its sequence in the plan."""
+    sequences = [i for i, slot in enumerate(plan.slots.tolist()) if slot in plan.prompt_logprobs]
+    ranges = []
+    for i in sequences:
+        slot, start = int(plan.slots[i]), int(plan.starts[i])
+        first = max(plan.prompt_logprobs[slot][0], start + 1)
+        last = min(start + int(plan.counts[i]), int(state.num_prompt[slot]) - 1)
+        ranges.append(np.arange(first, last + 1))
+    lengths = [len(positions) for positions in ranges]
+    empty = np.empty(0, np.int64)
+    return np.repeat(np.array(sequences, np.int64), lengths), np.concatenate([empty, *ranges])
+
+
+def _logit_rows(plan: StepPlan, state: SlotArrays, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
+    last: NDArray[np.int64] = (query_start[1:] - 1)[plan.samples].astype(np.int64)
+    if not plan.prompt_logprobs:
+        return last
+    sequences, positions = wanted_prompt_positions(plan, state)
+    return np.concatenate([last, (query_start[:-1] - plan.starts)[sequences] + positions - 1])

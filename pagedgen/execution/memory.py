@@ -15,7 +15,7 @@ from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import build_batch
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.runner import logit_rows_per_chunk
+from pagedgen.execution.runner import PROMPT_LOGIT_ROWS, logit_rows_per_chunk
 from pagedgen.models.base import Model
 from pagedgen.step import SlotArrays, StepPlan
 from pagedgen.units import format_bytes
@@ -127,7 +127,8 @@ def measure_activations(config: EngineConfig, model: Model, attention: Attention
         before = _start_peak(spec.device)
         model.logits(model.forward(batch, cache, attention))
         peak = _read_peak(spec.device) - before
-    rows = min(config.max_seqs, config.max_batch_tokens, logit_rows_per_chunk(spec.vocab_size))
+    most_rows = max(config.max_seqs, PROMPT_LOGIT_ROWS)
+    rows = min(most_rows, config.max_batch_tokens, logit_rows_per_chunk(spec.vocab_size))
     logits = 3 * 4 * rows * spec.vocab_size
     return (
         max(0, peak) * -(-config.max_batch_tokens // tokens) + logits + _context_bytes(model, attention, max_model_len)

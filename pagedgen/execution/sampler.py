@@ -1,5 +1,6 @@
-"""From logits to the next token of each sampled sequence."""
+"""From logits to the next token of each sampled sequence, or to the likeliest continuations of a beam."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -7,143 +8,181 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedgen.step import LogprobResult, SlotArrays, StepPlan
+from pagedgen.execution.filters import Filters, draw_filtered, draws_of
+from pagedgen.execution.logprobs import TopLogprobs
+from pagedgen.execution.processors import ban, edit, edited, having
+from pagedgen.step import Continuations, ExtraDraws, LogprobResult, SlotArrays, StepPlan
 
-# Enough candidates that the filters of nearly every row are decided among them; the others fall back to a full sort.
-NUM_CANDIDATES = 64
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What some rows of logits gave; the fields are those of StepResult."""
+
+    tokens: NDArray[np.int32]
+    logprobs: dict[int, LogprobResult]
+    extra: dict[int, ExtraDraws]
+    beams: dict[int, Continuations]
 
 
 class Sampler:
-    """Greedy choice, or a draw from the softmax of logits / temperature after top-k, top-p and min-p, in this order.
+    """Greedy choice, or a draw from the softmax of scores / temperature after top-k, top-p and min-p, in this order.
 
-    A draw is an argmax over Gumbel noise (Maddison, Tarlow and Minka, 2014) that is a function of the sequence's key,
-    the position and the token id alone. The filters keep the tokens at or above a threshold, so ties are kept together,
-    and a row is sorted only when its threshold is not found among its most likely tokens.
+    The scores are the logits after biases, penalties and bans. A draw is an argmax over Gumbel noise (Maddison, Tarlow
+    and Minka, 2014) that is a function of the key, the position and the token id alone. Only the rows that have biases
+    or penalties are copied and widened to float32; the kernels read all others where and as the model left them.
     """
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels
 
-    def sample(
-        self, logits: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan, state: SlotArrays
-    ) -> tuple[NDArray[np.int32], dict[int, LogprobResult]]:
+    def sample(self, logits: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan, state: SlotArrays) -> Sampled:
         """logits [R, vocab_size] of the sequences in `slots` [R], which it may overwrite -> tokens int32 [R], -1 where
-        the logits hold NaN or nothing but -inf; and the log-probabilities of the slots that asked for them."""
-        logprobs = _Logprobs.of(logits, slots, plan) if plan.logprobs else None
-        if plan.banned:
-            for row, slot in enumerate(slots.tolist()):
-                if slot in plan.banned:
-                    logits[row, list(plan.banned[slot])] = -torch.inf
-        temperature = state.temperature[slots]
-        random = np.flatnonzero(temperature > 0)
-        if len(random) < len(slots):
-            tokens = self.kernels.greedy_argmax(logits).cpu().numpy().astype(np.int32)
-        else:
-            tokens = np.empty(len(slots), np.int32)
-        if len(random):
-            rows = logits if len(random) == len(slots) else logits[torch.from_numpy(random).to(logits.device)]
-            tokens[random] = self._draw(rows.float(), slots[random], state)
-        return tokens, logprobs.results(tokens) if logprobs is not None else {}
+        the scores hold NaN or nothing but -inf, and what else the plan asks for these slots."""
+        asked = np.flatnonzero(having(slots, plan.logprobs))
+        wanted = [plan.logprobs[slot] for slot in slots[asked].tolist()]
+        likeliest = TopLogprobs(self.kernels, logits, asked, wanted) if len(asked) else None
+        searching, changed = having(slots, plan.beams), edited(slots, plan, state)
+        beams = self._search(logits, np.flatnonzero(searching), slots, plan, state) if plan.beams else {}
+        ban(logits, slots, plan)
 
-    def _draw(self, logits: torch.Tensor, slots: NDArray[np.int32], state: SlotArrays) -> NDArray[np.int32]:
-        device = logits.device
-        temperature = torch.from_numpy(state.temperature[slots]).to(device)
-        filtered = (state.top_k[slots] > 0) | (state.top_p[slots] < 1) | (state.min_p[slots] > 0)
+        of, keys = _draws(slots, plan, state)
+        tokens = np.full(len(of), -1, np.int32)
+        for row in np.flatnonzero(searching).tolist():
+            if slots[row] in beams:
+                tokens[row] = beams[slots[row]].ids[0]
+        plain, edits = np.flatnonzero(~searching & ~changed), np.flatnonzero(~searching & changed)
+        if len(plain):
+            mine, place = draws_of(plain, of, len(slots))
+            tokens[mine] = self._draw(logits, plain, slots[plain], place, keys[mine], state)
+        if len(edits):
+            scores = logits[_tensor(edits, logits)].float()
+            edit(scores, slots[edits], plan, state)
+            mine, place = draws_of(edits, of, len(slots))
+            tokens[mine] = self._draw(scores, np.arange(len(edits)), slots[edits], place, keys[mine], state)
+
+        found: dict[int, LogprobResult] = {}
+        if likeliest is not None:
+            mine, place = draws_of(asked, of, len(slots))
+            found = dict(zip(mine.tolist(), likeliest.results(tokens[mine], place), strict=True))
+        logprobs = {int(slots[row]): found[row] for row in asked.tolist()}
+        return Sampled(tokens[: len(slots)], logprobs, _extra_draws(slots, plan, tokens, found), beams)
+
+    def _draw(
+        self,
+        scores: torch.Tensor,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        of: NDArray[np.int64],
+        keys: NDArray[np.uint64],
+        state: SlotArrays,
+    ) -> NDArray[np.int32]:
+        """Draw int32 [D] from the rows `rows` [N] of scores [R, vocab_size] with the settings of `slots` [N]; draw i is
+        from row of[i] of these N and has the key keys[i]."""
+        temperature = state.temperature[slots]
+        greedy = temperature <= 0
+        filtered = ~greedy & ((state.top_k[slots] > 0) | (state.top_p[slots] < 1) | (state.min_p[slots] > 0))
+        tokens = np.empty(len(of), np.int32)
+        if greedy.any():
+            best = np.empty(len(slots), np.int32)
+            # All rows in their order need no index, and so no copy in the kernels that would make one.
+            index = None if greedy.all() and len(rows) == len(scores) else _tensor(rows[greedy], scores)
+            best[greedy] = self.kernels.greedy_argmax(scores, index).cpu().numpy()
+            tokens[:] = best[of]
+        free = np.flatnonzero(~(greedy | filtered)[of])
+        if len(free):
+            source = of[free]
+            drawn = self.kernels.gumbel_argmax(
+                scores,
+                _tensor(temperature[source], scores),
+                _tensor(keys[free].view(np.int64), scores),
+                _tensor(rows[source], scores),
+            )
+            tokens[free] = drawn.cpu().numpy()
         if filtered.any():
-            rows = torch.from_numpy(np.flatnonzero(filtered)).to(device)
-            some = logits[rows] if not filtered.all() else logits
-            scaled = some / temperature[rows, None]
-            lowest = self._thresholds(scaled, slots[filtered], state)
-            some = some.masked_fill(scaled < lowest[:, None], -torch.inf)
-            logits = some if filtered.all() else logits.index_copy(0, rows, some)
-        keys = position_keys(state.key[slots], state.num_tokens[slots])
-        drawn = self.kernels.gumbel_argmax(logits, temperature, torch.from_numpy(keys.view(np.int64)).to(device))
-        tokens: NDArray[np.int32] = drawn.cpu().numpy().astype(np.int32)
+            some = np.flatnonzero(filtered)
+            mine, place = draws_of(some, of, len(slots))
+            filters = Filters.of(slots[some], state, scores.device)
+            tokens[mine] = draw_filtered(self.kernels, scores, rows[some], filters, place, keys[mine])
         return tokens
 
-    def _thresholds(self, scaled: torch.Tensor, slots: NDArray[np.int32], state: SlotArrays) -> torch.Tensor:
-        """scaled [N, vocab_size], logits / temperature -> [N], the lowest value that the row's filters keep."""
-        device, vocab_size = scaled.device, scaled.shape[1]
-        top_k = torch.from_numpy(state.top_k[slots]).to(device).long()
-        top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
-        top_p = torch.from_numpy(state.top_p[slots]).to(device)
-        min_p = torch.from_numpy(state.min_p[slots]).to(device)
-        width = min(NUM_CANDIDATES, vocab_size)
-        values = scaled.topk(width, dim=1).values
-        # The mass that top-p counts is relative to what top-k left: all of the row, or its first k candidates.
-        total = torch.logsumexp(scaled, dim=1)
-        lowest, decided = _lowest_kept(values, total, vocab_size, top_k, top_p, min_p)
-        undecided = torch.nonzero(~decided).flatten()
-        if width < vocab_size and len(undecided):
-            values = scaled[undecided].sort(dim=1, descending=True).values
-            rest = (part[undecided] for part in (top_k, top_p, min_p))
-            lowest[undecided], _ = _lowest_kept(values, total[undecided], vocab_size, *rest)
-        return lowest
+    def _search(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        plan: StepPlan,
+        state: SlotArrays,
+    ) -> dict[int, Continuations]:
+        """The continuations of the beams in `rows` [N] of logits [R, vocab_size], by slot; none for a beam whose scores
+        hold NaN or nothing but -inf. Processors act on normalised log-probabilities, as in `transformers`."""
+        beams = slots[rows]
+        wanted = min(max(plan.beams[slot] for slot in beams.tolist()), logits.shape[1])
+        changed = edited(beams, plan, state) | having(beams, plan.banned)
+        found: dict[int, Continuations] = {}
+        plain = rows[~changed]
+        if len(plain):
+            values, ids, total = self._top(logits, plain, wanted)
+            found |= _continuations(slots[plain], values - total[:, None], ids, plan)
+        some = rows[changed]
+        if len(some):
+            scores = logits[_tensor(some, logits)].float()
+            everything = np.arange(len(some))
+            scores -= self._top(scores, everything, 1)[2][:, None]
+            edit(scores, slots[some], plan, state)
+            ban(scores, slots[some], plan)
+            values, ids, _ = self._top(scores, everything, wanted)
+            found |= _continuations(slots[some], values, ids, plan)
+        return found
 
-
-@dataclass(frozen=True, slots=True)
-class _Logprobs:
-    """Log-probabilities before temperature and filters of the rows that asked: values [N, vocab_size] of `rows` [N],
-    and for each how many of the likeliest it wants."""
-
-    slots: list[int]
-    rows: list[int]
-    wanted: list[int]
-    values: torch.Tensor
-
-    @staticmethod
-    def of(logits: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan) -> "_Logprobs | None":
-        asked = [(slot, row) for row, slot in enumerate(slots.tolist()) if slot in plan.logprobs]
-        if not asked:
-            return None
-        rows = [row for _, row in asked]
-        chosen = logits if len(rows) == len(slots) else logits[torch.tensor(rows, device=logits.device)]
-        values = torch.log_softmax(chosen.float(), 1)
-        return _Logprobs([slot for slot, _ in asked], rows, [plan.logprobs[slot] for slot, _ in asked], values)
-
-    def results(self, tokens: NDArray[np.int32]) -> dict[int, LogprobResult]:
-        """tokens: int32 [R], what each row drew; -1 has no log-probability."""
-        drawn = torch.from_numpy(tokens[self.rows].astype(np.int64)).to(self.values.device)
-        chosen = (
-            self.values.gather(1, drawn.clamp(min=0)[:, None]).squeeze(1).masked_fill(drawn < 0, torch.nan).tolist()
+    def _top(
+        self, scores: torch.Tensor, rows: NDArray[np.int64], k: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        top: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.kernels.top_tokens(
+            scores, torch.ones(len(rows), device=scores.device), k, _tensor(rows, scores)
         )
-        top = self.values.topk(min(max(self.wanted), self.values.shape[1]), dim=1)
-        ids, values = top.indices.tolist(), top.values.tolist()
-        return {
-            slot: LogprobResult(chosen[i], tuple(ids[i][:k]), tuple(values[i][:k]))
-            for i, (slot, k) in enumerate(zip(self.slots, self.wanted, strict=True))
-        }
+        return top
 
 
-def _lowest_kept(
-    values: torch.Tensor,
-    total: torch.Tensor,
-    vocab_size: int,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [N, K], each row's K largest, in descending order; total [N], the logsumexp of the whole row -> the lowest
-    value the filters keep [N], and whether these K values were enough to know it [N].
+def _draws(slots: NDArray[np.int32], plan: StepPlan, state: SlotArrays) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """(of [D], keys [D]): the row and the key of each draw, first the R rows' own in order, then those of
+    `plan.extra_keys`, row after row."""
+    rows = np.arange(len(slots))
+    extra = [(row, plan.extra_keys[slot]) for row, slot in enumerate(slots.tolist()) if slot in plan.extra_keys]
+    of = np.concatenate([rows, np.repeat([row for row, _ in extra], [len(keys) for _, keys in extra]).astype(np.int64)])
+    keys = np.concatenate([state.key[slots], *(keys for _, keys in extra)])
+    return of, position_keys(keys, state.num_tokens[slots[of]])
 
-    Top-p keeps a token when the mass of the tokens before it is below p; the first one is always kept.
-    """
-    width = values.shape[1]
-    rank = torch.arange(width, device=values.device)
-    among_k = rank < top_k[:, None]
-    within = top_k <= width
-    kept_total = torch.where(within, torch.logsumexp(values.masked_fill(~among_k, -torch.inf), dim=1), total)
-    mass = (values - kept_total[:, None]).exp()
-    before = mass.cumsum(1) - mass
-    keep = among_k & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
-    keep &= values >= values[:, :1] + min_p.log()[:, None]
-    keep[:, 0] = True
-    count = keep.sum(1)
-    lowest = values.gather(1, (count - 1)[:, None]).squeeze(1)
-    # Once one candidate fails a filter, everything below it fails too. With more than `width` tokens in the top k,
-    # though, the mass that top-p counts is not known from these.
-    known_mass = within | (top_k >= vocab_size) | (top_p >= 1)
-    return lowest, within | ((count < width) & known_mass)
+
+def _extra_draws(
+    slots: NDArray[np.int32], plan: StepPlan, tokens: NDArray[np.int32], logprobs: Mapping[int, LogprobResult]
+) -> dict[int, ExtraDraws]:
+    """What is left of the tokens [D] of `_draws` after the rows' own. logprobs: by draw, of the rows that asked."""
+    extra: dict[int, ExtraDraws] = {}
+    end = len(slots)
+    for slot in slots.tolist():
+        if slot in plan.extra_keys:
+            begin, end = end, end + len(plan.extra_keys[slot])
+            found = tuple(logprobs[draw] for draw in range(begin, end) if draw in logprobs)
+            extra[slot] = ExtraDraws(tokens[begin:end], found)
+    return extra
+
+
+def _continuations(
+    slots: NDArray[np.int32], values: torch.Tensor, ids: torch.Tensor, plan: StepPlan
+) -> dict[int, Continuations]:
+    """values, ids: [N, K], the best of each of the beams in `slots` [N] in descending order."""
+    found: dict[int, Continuations] = {}
+    logprobs, tokens = values.cpu().numpy(), ids.cpu().numpy()
+    possible = (logprobs > -np.inf).sum(1)
+    for row, slot in enumerate(slots.tolist()):
+        k = min(plan.beams[slot], int(possible[row]))
+        if k:
+            found[slot] = Continuations(tokens[row, :k], logprobs[row, :k])
+    return found
+
+
+def _tensor(array: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array).to(like.device)
 
 
 def position_keys(keys: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.uint64]:

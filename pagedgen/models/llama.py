@@ -79,7 +79,7 @@ class LlamaModel:
         normed: torch.Tensor = kernels.rms_norm(residual, self._layers[0].input_norm, self._eps)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             heads = self._attend(index, layer, normed, rotation, batch, kv_cache, attention)
-            if index == len(self._layers) - 1 and batch.logit_rows.shape[0] < batch.num_tokens:
+            if index == len(self._layers) - 1:
                 # past the last attention no token reads another, so only the rows that are asked for go on
                 heads, residual = heads[batch.logit_rows], residual[batch.logit_rows]
             normed, residual = kernels.add_rms_norm(layer.output(heads), residual, layer.post_norm, self._eps)
