@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedgen.beam_params import validate_beam
 from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
 from pagedgen.execution.attention import choose_backend
@@ -16,7 +17,8 @@ from pagedgen.execution.memory import naming_memory, size_pool
 from pagedgen.execution.runner import ModelRunner
 from pagedgen.models.loader import load_model
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids, validate_params
-from pagedgen.request import Completion, FinishReason, Request, SamplingParams, Status
+from pagedgen.request import BeamParams, Completion, FinishReason, Request, SamplingParams, Status
+from pagedgen.scheduling.beam import BeamSearch
 from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.scheduler import Scheduler
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
@@ -164,50 +166,97 @@ class Engine:
                 try:
                     if isinstance(ids, Exception):
                         raise RowError(Status.BAD_ROW, f"the prompt cannot be tokenized: {ids}")
-                    self.scheduler.add(SequenceGroup([self._sequence(request, ids)]))
+                    self.scheduler.add(self._group(request, ids))
                 except RowError as error:
                     length = 0 if isinstance(ids, Exception) else len(ids)
                     yield Completion(
                         request.row, request.id, 0, error.status, error=error.message, prompt_tokens=length
                     )
 
-    def _sequence(self, request: Request, prompt: Collection[int]) -> Sequence:
+    def _group(self, request: Request, prompt: Collection[int]) -> SequenceGroup:
         """Raises RowError with status bad_row, too_long or unfit when the request cannot be run."""
         try:
             params = validate_params(request.params or self.default_params)
+            beam = None if request.beam is None else validate_beam(request.beam)
         except ValueError as error:
             raise RowError(Status.BAD_ROW, str(error)) from None
-        beyond = [token_id for token_id in params.stop_token_ids if token_id >= self.spec.vocab_size]
-        if beyond:
-            raise RowError(
-                Status.BAD_ROW,
-                f"stop_token_ids holds {beyond[0]}, but the vocabulary has {self.spec.vocab_size} tokens",
-            )
+        self._check_vocabulary(params)
+        if beam is not None:  # what only a draw could follow
+            params = replace(params, n=1, logprobs=None, prompt_logprobs=None)
         token_ids = self._fit(self._token_ids(prompt), params)
-        length, max_total = len(token_ids), self.max_model_len
-        if params.max_tokens is not None:
-            max_total = min(max_total, length + params.max_tokens)
-        elif length < self.scheduler.capacity:
-            max_total = min(max_total, self.scheduler.capacity)
-        # The last token is drawn, but its key and value are never computed.
-        if self.blocks.blocks_for(max_total - 1) > self.blocks.num_blocks:
-            raise RowError(
-                Status.UNFIT,
-                f"{length} prompt tokens and up to {max_total - length} new ones need more than the KV pool of "
-                f"{self.scheduler.capacity} tokens ({format_bytes(self.kv_bytes)}); raise --kv-memory or lower "
-                f"--max-tokens",
-            )
+        max_total = self._max_total(len(token_ids), params, beam)
         end_ids = frozenset(params.stop_token_ids) if params.ignore_eos else self.end_ids | set(params.stop_token_ids)
-        return Sequence(
+        sequence = Sequence(
             request=request,
             params=params,
             token_ids=token_ids,
-            num_prompt=length,
+            num_prompt=len(token_ids),
             max_total=max_total,
             end_ids=end_ids,
             key=random_key(params.seed, str(request.id), 0),
             stop_checker=StopChecker(self.tokenizer, params.stop, params.min_tokens) if params.stop else None,
+            bad_words=self._bad_words(params),
         )
+        if beam is None:
+            return SequenceGroup([sequence])
+        search = BeamSearch(beam, len(token_ids), max_total - len(token_ids), len(end_ids))
+        sequence.num_continuations = search.num_continuations
+        return SequenceGroup([sequence], search)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        """Raises RowError when a parameter goes beyond the model's vocabulary."""
+        vocab_size = self.spec.vocab_size
+        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": [token_id for token_id, _ in params.logit_bias]}
+        for name, token_ids in named.items():
+            beyond = [token_id for token_id in token_ids if token_id >= vocab_size]
+            if beyond:
+                raise RowError(
+                    Status.BAD_ROW, f"{name} holds {beyond[0]}, but the vocabulary has {vocab_size} tokens, from 0 on"
+                )
+        if params.top_k > vocab_size:
+            raise RowError(
+                Status.BAD_ROW,
+                f"top_k is {params.top_k}, but the vocabulary has {vocab_size} tokens; 0 keeps all of them",
+            )
+
+    def _max_total(self, length: int, params: SamplingParams, beam: BeamParams | None) -> int:
+        """The most tokens that each sequence of a request may have, its prompt of `length` tokens included.
+
+        Raises RowError with status unfit when they could need more slots or more blocks than there are: all of them run
+        at a time, and past the prompt they may share nothing.
+        """
+        width, option = (params.n, "n") if beam is None else (beam.width, "width")
+        if width > self.config.max_seqs:
+            raise RowError(
+                Status.UNFIT,
+                f"{option} is {width}, but at most {self.config.max_seqs} sequences run at a time; lower it or raise "
+                f"--max-seqs",
+            )
+        blocks, max_total = self.blocks, self.max_model_len
+        shared = length // blocks.block_size
+        room = (shared + (blocks.num_blocks - shared) // width) * blocks.block_size
+        if params.max_tokens is not None:
+            max_total = min(max_total, length + params.max_tokens)
+        elif length < room:
+            max_total = min(max_total, room)
+        # The last token is drawn, but its key and value are never computed.
+        if max_total - 1 > room:
+            several = "" if width == 1 else f" in each of {width} sequences"
+            raise RowError(
+                Status.UNFIT,
+                f"{length} prompt tokens and up to {max_total - length} new ones{several} need more than the KV pool "
+                f"of {self.scheduler.capacity} tokens ({format_bytes(self.kv_bytes)}); raise --kv-memory or lower "
+                f"--max-tokens{'' if width == 1 else f' or {option}'}",
+            )
+        return max_total
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of the bad words, at the start of a text and after a space."""
+        if not params.bad_words:
+            return ()
+        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+        encoded = self.tokenizer.encode_batch(spellings, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def _token_ids(self, prompt: Collection[int]) -> NDArray[np.int32]:
         """Raises RowError when the prompt is empty or holds what is no token id of the model."""
@@ -259,6 +308,14 @@ class Engine:
             prompt_tokens=sequence.num_prompt,
             cached_tokens=max(0, sequence.cached_tokens),
             token_ids=tuple(generated),
-            cumulative_logprob=sum(x.logprob for x in logprobs) if logprobs is not None else None,
+            cumulative_logprob=self._cumulative_logprob(sequence),
+            score=sequence.score,
             logprobs=logprobs,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.params.prompt_logprobs is not None else None,
         )
+
+    @staticmethod
+    def _cumulative_logprob(sequence: Sequence) -> float | None:
+        if sequence.score is not None:
+            return sequence.cumulative_logprob
+        return None if sequence.params.logprobs is None else sum(found.logprob for found in sequence.logprobs)

@@ -3,11 +3,14 @@ value would be there, and refuses to read anything but the fingerprint that must
 
 import numpy as np
 
-from pagedgen.request import Request, SamplingParams
+from pagedgen.request import BeamParams, Request, SamplingParams
+from pagedgen.scheduling.beam import BeamSearch
 from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.scheduler import Scheduler
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup
-from pagedgen.step import SlotArrays, StepPlan, StepResult
+from pagedgen.step import Continuations, ExtraDraws, SlotArrays, StepPlan, StepResult
+
+NEXT = 1  # not a text: their hashes differ from one process to the next
 
 
 def fingerprint(token_ids):
@@ -16,7 +19,13 @@ def fingerprint(token_ids):
 
 def next_token(token_ids, vocab_size=5, key=0):
     """A deterministic "model": the next token is a function of the prefix (and the sequence's key) alone."""
-    return hash((fingerprint(token_ids), key, "next")) % vocab_size
+    return hash((fingerprint(token_ids), key, NEXT)) % vocab_size
+
+
+def next_logprobs(token_ids, vocab_size=5):
+    """The same for beams: float32 [vocab_size], a function of the prefix alone."""
+    logits = np.random.default_rng(fingerprint(token_ids) % 2**32).normal(size=vocab_size)
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
 class FakeDevice:
@@ -50,15 +59,26 @@ class FakeDevice:
         for slot, start, count in rows:
             self.read(state, slot, start + count)
         slots = plan.slots[plan.samples]
-        tokens = []
-        for slot in slots.tolist():
-            prefix = state.token_ids[slot, : state.num_tokens[slot]]
-            banned = plan.banned.get(slot, ())
-            token = next_token(prefix, self.vocab_size, int(state.key[slot]))
-            while token in banned:
-                token = (token + 1) % self.vocab_size
-            tokens.append(-1 if int(state.key[slot]) in self.poisoned else token)
-        return StepResult(slots, np.array(tokens, np.int32).reshape(-1), {})
+        tokens = [self.draw(plan, state, slot, int(state.key[slot])) for slot in slots.tolist()]
+        extra = {
+            slot: ExtraDraws(np.array([self.draw(plan, state, slot, int(key)) for key in keys], np.int32))
+            for slot, keys in plan.extra_keys.items()
+        }
+        usable = dict(zip(slots.tolist(), tokens, strict=True))
+        beams = {slot: self.continuations(state, slot, k) for slot, k in plan.beams.items() if usable[slot] >= 0}
+        return StepResult(slots, np.array(tokens, np.int32).reshape(-1), extra=extra, beams=beams)
+
+    def draw(self, plan, state, slot, key):
+        banned = plan.banned.get(slot, ())
+        token = next_token(state.token_ids[slot, : state.num_tokens[slot]], self.vocab_size, key)
+        while token in banned:
+            token = (token + 1) % self.vocab_size
+        return -1 if int(state.key[slot]) in self.poisoned else token
+
+    def continuations(self, state, slot, k):
+        logprobs = next_logprobs(state.token_ids[slot, : state.num_tokens[slot]], self.vocab_size)
+        best = np.argsort(-logprobs, kind="stable")[:k]
+        return Continuations(best, logprobs[best])
 
 
 def make_scheduler(num_blocks, block_size, max_seqs=8, max_model_len=64, max_batch_tokens=32, prefix_cache=True):
@@ -82,6 +102,14 @@ def make_sequence(prompt, max_tokens=8, end_ids=(), key=0, **params):
 
 def make_group(prompt, **options):
     return SequenceGroup([make_sequence(prompt, **options)])
+
+
+def make_search(prompt, max_tokens=8, end_ids=(), key=0, stop_checker=None, **beam):
+    sequence = make_sequence(prompt, max_tokens=max_tokens, end_ids=end_ids, key=key)
+    sequence.stop_checker = stop_checker
+    search = BeamSearch(BeamParams(**beam), len(prompt), max_tokens, len(end_ids))
+    sequence.num_continuations = search.num_continuations
+    return SequenceGroup([sequence], search)
 
 
 def expected_tokens(prompt, max_tokens, end_ids=(), min_tokens=0, key=0, vocab_size=5):

@@ -76,8 +76,13 @@ class BlockHistory(RuleBasedStateMachine):
         parent, child, state = data.draw(st.sampled_from(sorted(self.live))), self.idle()[0], self.state
         used = self.blocks.num_used
         state.token_ids[child] = state.token_ids[parent]
-        state.num_tokens[child], state.num_computed[child] = state.num_tokens[parent], state.num_computed[parent]
-        self.blocks.fork(parent, child)
+        state.num_tokens[child] = state.num_tokens[parent]
+        computed, size = int(state.num_computed[parent]), self.blocks.block_size
+        shared = data.draw(st.sampled_from([computed, *range(0, computed, size)]), "shared")
+        state.num_computed[child] = shared
+        for position in range(shared, int(state.num_tokens[child])):  # from there on they may differ
+            state.token_ids[child, position] = data.draw(st.integers(0, 1), "token")
+        self.blocks.fork(parent, child, shared)
         self.live.add(child)
         assert self.blocks.num_used == used
 
@@ -188,17 +193,31 @@ def test_free_blocks_are_taken_before_cached_ones():
 
 def test_a_lone_survivor_copies_nothing():
     blocks = filled(tokens=[1, 2, 3])
-    blocks.fork(0, 1)
+    blocks.fork(0, 1, 3)
     blocks.release(0)
     blocks.state.num_computed[1] = 3
     assert blocks.make_private(1) is None
     assert blocks.num_copies == 0
 
 
+def test_a_fork_that_shares_less_enters_the_cache_under_its_own_prefix():
+    blocks = filled(num_blocks=16, tokens=[1, 2, 3, 4])
+    state = blocks.state
+    state.token_ids[1, :6] = [1, 2, 9, 9, 7, 7]
+    state.num_tokens[1], state.num_computed[1] = 6, 2
+    blocks.fork(0, 1, 2)
+    blocks.append(1, 2)
+    one = np.array([1], np.int32)
+    blocks.written(one, np.array([2], np.int32), np.array([4], np.int32))
+    blocks.check()
+    assert len(blocks.match_prefix(np.array([1, 2, 9, 9, 7, 7, 0], np.int32))[0]) == 3
+    assert len(blocks.match_prefix(np.array([1, 2, 3, 4, 7, 7, 0], np.int32))[0]) == 2
+
+
 def test_waste_and_sharing_are_counted():
     blocks = filled(num_blocks=16, block_size=4, tokens=[1, 2, 3, 4, 5])
     assert (blocks.num_used, blocks.filled_slots, blocks.logical_blocks) == (2, 5, 2)
-    blocks.fork(0, 1)
+    blocks.fork(0, 1, 5)
     assert (blocks.num_used, blocks.filled_slots, blocks.logical_blocks) == (2, 5, 4)
 
 

@@ -1,5 +1,7 @@
 """The engine end to end on tiny models: seeded draws, ends, forks, laziness, and the path that ran."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, random_sequences, tiny_checkpoint
@@ -7,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from pagedgen import Engine, EngineConfig, PagedgenError, Request, SamplingParams, Status, UsageError
 from pagedgen.request import FinishReason
-from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
+from pagedgen.scheduling.sequence import random_key
 
 EOS = 3
 
@@ -129,45 +131,84 @@ def test_stop_strings_cut_the_text_where_they_first_occur(engine):
         assert (c.finish_reason is FinishReason.STOP) == bool(places)
 
 
-def test_forked_sequences_share_the_prompt_and_go_on_as_if_they_were_alone(checkpoint):
-    """Copy-on-write on the real cache: each fork's tokens are those of a request that starts from the same tokens."""
+def test_samples_share_the_prompt_and_go_on_as_if_they_were_alone(checkpoint):
+    """Copy-on-write on the real cache: sample i is what a request alone draws with the same key."""
     engine = make_engine(checkpoint, block_size=4)
-    prompt = random_sequences([10])[0]
-    params = SamplingParams(max_tokens=16, temperature=0.9, ignore_eos=True)
-    request = Request(0, "fork", prompt_token_ids=tuple(prompt), params=params)
-    parent = engine._sequence(request, prompt)
-    group = SequenceGroup([parent])
-    engine.scheduler.add(group)
-    engine._step()
-    used = engine.blocks.num_used
-    for sample in (1, 2, 3):
-        child = Sequence(
-            request=request,
-            params=params,
-            token_ids=parent.token_ids,
-            num_prompt=parent.num_prompt,
-            max_total=parent.max_total,
-            end_ids=parent.end_ids,
-            key=random_key(0, "fork", sample),
-            sample=sample,
-        )
-        engine.scheduler.fork(parent, group, child)
-    assert engine.blocks.num_used == used
-    while engine.scheduler.has_work:
-        engine._step()
-        engine.scheduler.check()
+    prompt = tuple(random_sequences([10])[0])
+    params = SamplingParams(max_tokens=16, temperature=0.9, ignore_eos=True, n=4, logprobs=2)
+    samples = list(engine.generate([Request(0, "row", prompt_token_ids=prompt, params=params)]))
+    assert [c.sample for c in samples] == [0, 1, 2, 3]
+    assert len({c.token_ids for c in samples}) == 4
     assert engine.blocks.num_copies == 3
-    assert len({tuple(s.generated.tolist()) for s in group.sequences}) == 4
-    first = int(parent.generated[0])
-    for sequence in group.sequences:
-        alone = engine._sequence(
-            Request(1, "alone", prompt_token_ids=(*prompt, first), params=params), [*prompt, first]
-        )
-        alone.key, alone.max_total = sequence.key, sequence.max_total
-        engine.scheduler.add(SequenceGroup([alone]))
+    assert engine.scheduler.counts.prompt_tokens == 10
+    for sample in samples:
+        group = engine._group(Request(0, "row", prompt_token_ids=prompt, params=replace(params, n=1)), prompt)
+        group.sequences[0].key = random_key(0, "row", sample.sample)
+        engine.scheduler.add(group)
         while engine.scheduler.has_work:
             engine._step()
-        assert alone.generated.tolist() == sequence.generated.tolist()[1:]
+            engine.scheduler.check()
+        alone = engine._completion(group.sequences[0])
+        assert alone.token_ids == sample.token_ids
+        assert [x.top_ids for x in alone.logprobs] == [x.top_ids for x in sample.logprobs]
+        assert alone.cumulative_logprob == pytest.approx(sample.cumulative_logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_samples_are_the_same_preempted_and_beside_others(checkpoint, prefix_cache):
+    params = SamplingParams(max_tokens=40, temperature=0.9, ignore_eos=True, n=5)
+    requests = [
+        Request(row, str(row), prompt_token_ids=tuple(ids), params=params)
+        for row, ids in enumerate(random_sequences([9, 16, 23, 3]))
+    ]
+    ample = make_engine(checkpoint, block_size=4)
+    expected = {(c.row, c.sample): c.token_ids for c in ample.generate(requests)}
+    assert ample.scheduler.counts.preemptions == 0
+    bytes_per_token = ample.kv_bytes // ample.scheduler.capacity
+    tight = make_engine(checkpoint, block_size=4, kv_memory=330 * bytes_per_token, prefix_cache=prefix_cache)
+    found = {(c.row, c.sample): c.token_ids for c in tight.generate(requests)}
+    assert tight.scheduler.counts.preemptions > 0
+    assert found == expected
+    assert tight.blocks.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"n": 9}, "at most 8 sequences run at a time"),
+        ({"logit_bias": ((5000, 1.0),)}, "logit_bias holds 5000, but the vocabulary has"),
+        ({"top_k": 5000}, "top_k is 5000, but the vocabulary has"),
+        ({"stop_token_ids": (5000,)}, "stop_token_ids holds 5000"),
+        ({"presence_penalty": -1.0}, "presence_penalty is -1.0"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias"),
+    ],
+)
+def test_what_the_model_cannot_do_is_an_outcome_and_touches_no_neighbour(checkpoint, options, part):
+    engine = make_engine(checkpoint, max_seqs=8)
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    requests = [Request(row, str(row), prompt_token_ids=(3, 4, 5 + row), params=params) for row in range(3)]
+    expected = {c.row: c.token_ids for c in engine.generate(requests)}
+    requests[1] = replace(requests[1], params=replace(params, **options))
+    found = {c.row: c for c in engine.generate(requests)}
+    assert found[1].status in (Status.BAD_ROW, Status.UNFIT)
+    assert part in found[1].error
+    assert {row: found[row].token_ids for row in (0, 2)} == {row: expected[row] for row in (0, 2)}
+
+
+def test_a_bad_word_is_never_completed(checkpoint):
+    engine = make_engine(checkpoint)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    request = Request(0, "0", prompt_token_ids=(3, 4, 5), params=params)
+    (plain,) = engine.generate([request])
+    group = engine._group(request, (3, 4, 5))
+    banned = plain.token_ids[4:7]
+    group.sequences[0].bad_words = (banned,)
+    engine.scheduler.add(group)
+    while engine.scheduler.has_work:
+        engine._step()
+    ids = group.sequences[0].generated.tolist()
+    assert len(ids) == 30
+    assert all(tuple(ids[i : i + 3]) != banned for i in range(len(ids)))
 
 
 def test_requests_are_pulled_as_they_are_needed(engine):

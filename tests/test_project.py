@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"values", "api", "options", "job"},
     "__main__": {"cli"},
 }
-VALUES = {"errors", "config", "params", "process", "request", "step", "units"}
+VALUES = {"beam_params", "errors", "config", "params", "process", "request", "step", "units"}
 
 
 def area(module: str) -> str:

@@ -7,8 +7,6 @@ from fake_device import (
     expected_tokens,
     make_group,
     make_scheduler,
-    make_sequence,
-    next_token,
     run_to_end,
 )
 from hypothesis import given, settings
@@ -121,51 +119,6 @@ def test_a_finished_prompt_serves_the_next_one_from_the_cache():
     (group,) = run_to_end(scheduler, device)
     assert group.sequences[0].cached_tokens == 8
     assert scheduler.counts.cached_tokens == 8
-
-
-def test_forks_share_blocks_and_copy_only_the_partly_filled_one():
-    scheduler = make_scheduler(num_blocks=64, block_size=4, max_seqs=8, max_batch_tokens=64)
-    device = FakeDevice(64, 4)
-    prompt = [1, 0, 1, 1, 0, 0]
-    group = make_group(prompt, max_tokens=9, key=0)
-    parent = group.sequences[0]
-    scheduler.add(group)
-    scheduler.update(plan := scheduler.schedule(), device.execute(plan, scheduler.state))
-    used = scheduler.blocks.num_used
-    for sample in (1, 2, 3):
-        scheduler.fork(parent, group, make_sequence(prompt, max_tokens=9, key=sample))
-        scheduler.check()
-    assert scheduler.blocks.num_used == used
-    assert scheduler.blocks.logical_blocks == 4 * used
-    first = scheduler.schedule()
-    assert len(first.copies) == 3  # four sequences share one partly filled block; the last writer keeps it
-    scheduler.update(first, device.execute(first, scheduler.state))
-    scheduler.check()
-    finished = run_to_end(scheduler, device)
-    assert [g is group for g in finished] == [True]
-    token = next_token(prompt, key=0)
-    for sequence in group.sequences:
-        expected = expected_tokens([*prompt, token], 8, key=sequence.key)
-        assert sequence.generated.tolist() == [token, *expected]
-    assert scheduler.blocks.num_copies == 3
-    assert scheduler.blocks.num_used == 0
-
-
-def test_a_forked_group_is_preempted_and_resumed_whole():
-    scheduler = make_scheduler(num_blocks=14, block_size=2, max_seqs=8, max_batch_tokens=64, prefix_cache=False)
-    device = FakeDevice(14, 2)
-    first, second = make_group([1, 1, 1], max_tokens=22, key=9), make_group([0, 1, 0], max_tokens=4, key=0)
-    scheduler.add(first)
-    scheduler.add(second)
-    scheduler.update(plan := scheduler.schedule(), device.execute(plan, scheduler.state))
-    scheduler.fork(second.sequences[0], second, make_sequence([0, 1, 0], max_tokens=4, key=1))
-    scheduler._preempt(scheduler.running.pop())
-    scheduler.check()
-    assert all(sequence.slot == -1 for sequence in second.sequences)
-    run_to_end(scheduler, device)
-    token = next_token([0, 1, 0], key=0)
-    for sequence in second.sequences:
-        assert sequence.generated.tolist() == [token, *expected_tokens([0, 1, 0, token], 3, key=sequence.key)]
 
 
 def test_a_poisoned_sequence_ends_alone():

@@ -64,6 +64,21 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def next_prefix(self, token_ids: NDArray[np.int32]) -> tuple[int, bytes] | None:
+        """The first block of `token_ids` that is not in the prefix cache, as the key it would have there; None when
+        there is no such full block to match."""
+        blocks, _ = self.match_prefix(token_ids)
+        return self._prefix_key(self._node_of[blocks[-1]] if blocks else ROOT, token_ids[:-1], len(blocks))
+
+    def prefix_under_way(self, slot: int) -> tuple[int, bytes] | None:
+        """The key under which the next block of `slot` enters the prefix cache, when all its tokens are known."""
+        tokens = self.state.token_ids[slot, : self.state.num_tokens[slot]]
+        return self._prefix_key(self._slot_node[slot], tokens, self._slot_registered[slot])
+
+    def _prefix_key(self, node: int, token_ids: NDArray[np.int32], index: int) -> tuple[int, bytes] | None:
+        tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return (node, tokens.tobytes()) if len(tokens) == self.block_size else None
+
     def match_prefix(self, token_ids: NDArray[np.int32]) -> tuple[list[int], int]:
         """The blocks that hold the longest cached prefix of `token_ids`, and how many of them are cached (not used).
 
@@ -95,24 +110,35 @@ class BlockManager:
         """Append `count` fresh blocks to the table of `slot`. The caller has checked `num_available`."""
         self._append_to_table(slot, [self._take() for _ in range(count)])
 
-    def fork(self, parent: int, child: int) -> None:
-        """Give the empty table of `child` the blocks of `parent`: only references are added."""
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        """Give the empty table of `child` the blocks of `parent` that hold its first `num_tokens` tokens: only
+        references are added."""
         state = self.state
         assert state.num_blocks[child] == 0
-        count = int(state.num_blocks[parent])
+        count, partial = self.blocks_for(num_tokens), num_tokens % self.block_size
         blocks = state.block_table[parent, :count]
+        assert not partial or self.fill[blocks[-1]] == partial, "a block can only be shared as far as it is filled"
         np.add.at(self.ref_count, blocks, 1)
         self._append_to_table(child, blocks.tolist())
-        self._slot_node[child] = self._slot_node[parent]
-        self._slot_registered[child] = self._slot_registered[parent]
+        if self._slot_registered[parent] <= num_tokens // self.block_size:
+            self._slot_node[child] = self._slot_node[parent]
+            self._slot_registered[child] = self._slot_registered[parent]
 
     def needs_copy(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """For each slot, whether its next token goes into a block that others refer to as well."""
+        """For each of the slots that are about to write, whether it has to copy its block first.
+
+        Where nobody else refers to a block that several of them are about to write into, the last one keeps it.
+        """
         state = self.state
         index = state.num_computed[slots] // self.block_size
         inside = index < state.num_blocks[slots]
         last = state.block_table[slots, np.where(inside, index, 0)]
-        return inside & (self.ref_count[last] > 1)
+        needs: NDArray[np.bool_] = inside & (self.ref_count[last] > 1)
+        if needs.any():
+            shared = np.flatnonzero(needs)[::-1]
+            blocks, first, writers = np.unique(last[shared], return_index=True, return_counts=True)
+            needs[shared[first[writers == self.ref_count[blocks]]]] = False
+        return needs
 
     def make_private(self, slot: int) -> tuple[int, int] | None:
         """Copy-on-write of the block that the next token of `slot` goes into: (source, destination), or None when the

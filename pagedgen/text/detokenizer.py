@@ -1,5 +1,7 @@
 """Incremental detokenization: the text of a growing list of token ids, at a cost linear in its length."""
 
+from copy import copy
+
 from pagedgen.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -49,6 +51,12 @@ class IncrementalDetokenizer:
         self.settled_length += len(new)
         self._move_window(text, grew=bool(new))
         return new
+
+    def fork(self) -> "IncrementalDetokenizer":
+        """A copy that goes on by itself."""
+        twin = copy(self)
+        twin._ids, twin._run = self._ids.copy(), self._run.copy()
+        return twin
 
     def pending(self, max_chars: int) -> str:
         """The end of the unreturned text of a run of byte tokens, at least max_chars of it if there is so much.

@@ -1,5 +1,7 @@
 """Stop strings: the text of a completion ends exactly before the first one, wherever the token edges are."""
 
+from copy import copy
+
 from pagedgen.text.detokenizer import IncrementalDetokenizer
 from pagedgen.text.tokenizer import Tokenizer
 
@@ -41,6 +43,12 @@ class StopChecker:
         text = detokenizer.text()
         cut = self._earliest(text, self._ignored)
         return None if cut is None else text[:cut]
+
+    def fork(self) -> "StopChecker":
+        """A copy that goes on by itself."""
+        twin = copy(self)
+        twin._detokenizer = self._detokenizer.fork()
+        return twin
 
     def _earliest(self, text: str, ignored: int) -> int | None:
         """Where the first stop string begins that ends after the first `ignored` characters."""
