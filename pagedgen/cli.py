@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,8 +17,10 @@ from pagedgen.config import EngineConfig, InputConfig, JobConfig, Keep, PromptCo
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.params import OPTIONS
 from pagedgen.process import prepare_process
+from pagedgen.request import BeamParams
 
 DEFAULTS = EngineConfig()
+SEARCH = BeamParams()
 SAMPLING = tuple(option.name for option in OPTIONS)
 
 app = typer.Typer(
@@ -73,50 +76,118 @@ def _stdin_is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
+class Rows:
+    """Which rows to read, and how each becomes a prompt."""
+
+    input: options.Input = None
+    dataset: options.Dataset = None
+    config: options.DatasetConfig = None
+    split: options.Split = None
+    prompt_column: options.PromptColumn = None
+    template: options.Template = None
+    system: options.System = None
+    raw: options.Raw = False
+    on_too_long: options.OnTooLongOption = "error"
+
+
+class Limits:
+    """Where a completion ends, and which tokens it may have."""
+
+    max_tokens: options.MaxTokens = None
+    min_tokens: options.MinTokens = None
+    stop: options.Stop = None
+    stop_token_ids: options.StopTokenIds = None
+    ignore_eos: options.IgnoreEos = None
+    repetition_penalty: options.RepetitionPenalty = None
+    presence_penalty: options.PresencePenalty = None
+    frequency_penalty: options.FrequencyPenalty = None
+    logit_bias: options.LogitBias = None
+    bad_words: options.BadWords = None
+
+
+class Sampling:
+    """How tokens are drawn."""
+
+    n: options.N = None
+    temperature: options.Temperature = None
+    top_p: options.TopP = None
+    top_k: options.TopK = None
+    min_p: options.MinP = None
+    seed: options.Seed = None
+    logprobs: options.Logprobs = None
+    prompt_logprobs: options.PromptLogprobs = None
+
+
+class Beams:
+    """How to search with beams."""
+
+    width: options.Width = SEARCH.width
+    num_return: options.NumReturn = SEARCH.num_return
+    length_penalty: options.LengthPenalty = SEARCH.length_penalty
+    early_stopping: options.EarlyStoppingOption = SEARCH.early_stopping
+    diversity_groups: options.DiversityGroups = SEARCH.diversity_groups
+    diversity_penalty: options.DiversityPenalty = SEARCH.diversity_penalty
+
+
+class Results:
+    """What to write and where, and what to show."""
+
+    output: options.Output = None
+    overwrite: options.Overwrite = False
+    keep: options.KeepOption = "all"
+    token_ids: options.TokenIds = False
+    strict: options.Strict = False
+    quiet: options.Quiet = False
+
+
+class Machine:
+    """What runs on what."""
+
+    model: options.Model = None
+    device: options.DeviceOption = "auto"
+    dtype: options.DtypeOption = "auto"
+    kv_memory: options.KvMemory = None
+    block_size: options.BlockSize = DEFAULTS.block_size
+    max_batch_tokens: options.MaxBatchTokens = DEFAULTS.max_batch_tokens
+    max_seqs: options.MaxSeqs = DEFAULTS.max_seqs
+    max_model_len: options.MaxModelLen = None
+    no_prefix_cache: options.NoPrefixCache = False
+
+
+Command = Callable[..., None]
+
+
+def _taking(*groups: type) -> Callable[[Command], Command]:
+    """Give a command the options of these groups; it receives them by name."""
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=annotation)
+        for group in groups
+        for name, annotation in get_annotations(group).items()
+    ]
+
+    def give(command: Command) -> Command:
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return give
+
+
 @app.command()
-def run(
-    input: options.Input = None,
-    output: options.Output = None,
-    model: options.Model = None,
-    dataset: options.Dataset = None,
-    config: options.DatasetConfig = None,
-    split: options.Split = None,
-    prompt_column: options.PromptColumn = None,
-    template: options.Template = None,
-    system: options.System = None,
-    raw: options.Raw = False,
-    on_too_long: options.OnTooLongOption = "error",
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    min_tokens: options.MinTokens = None,
-    ignore_eos: options.IgnoreEos = None,
-    logprobs: options.Logprobs = None,
-    overwrite: options.Overwrite = False,
-    keep: options.KeepOption = "all",
-    token_ids: options.TokenIds = False,
-    strict: options.Strict = False,
-    quiet: options.Quiet = False,
-    device: options.DeviceOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    kv_memory: options.KvMemory = None,
-    block_size: options.BlockSize = DEFAULTS.block_size,
-    max_batch_tokens: options.MaxBatchTokens = DEFAULTS.max_batch_tokens,
-    max_seqs: options.MaxSeqs = DEFAULTS.max_seqs,
-    max_model_len: options.MaxModelLen = None,
-    no_prefix_cache: options.NoPrefixCache = False,
-) -> None:
+@_taking(Rows, Limits, Sampling, Results, Machine)
+def run(**given: Any) -> None:
     """Generate a completion for every row of INPUT."""
-    given = locals()  # the options by name, nothing else yet
     _exit_with(lambda: _run(given))
 
 
-def _run(given: dict[str, Any]) -> int:
+@app.command()
+@_taking(Rows, Beams, Limits, Results, Machine)
+def beam(**given: Any) -> None:
+    """Search for the likeliest completions of every row of INPUT, with beams."""
+    search = BeamParams(**{field.name: given[field.name] for field in fields(BeamParams)})
+    _exit_with(lambda: _run(given, search))
+
+
+def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
     """Run the job that the options ask for; the exit code."""
     wanted = InputConfig(given["input"], given["dataset"], given["config"], given["split"])
     if wanted.is_empty:
@@ -134,7 +205,8 @@ def _run(given: dict[str, Any]) -> int:
         token_ids=given["token_ids"],
         prompt=PromptConfig(given["prompt_column"], _read_template(given["template"]), given["raw"], given["system"]),
         engine=_engine_config(given),
-        overrides={name: given[name] for name in SAMPLING if given[name] not in (None, [])},
+        overrides={name: given[name] for name in SAMPLING if given.get(name) not in (None, [])},
+        beam=beam,
         quiet=given["quiet"],
         command=tuple(sys.argv),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pagedgen.errors import UsageError
+from pagedgen.request import BeamParams
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -84,7 +85,8 @@ class OutputConfig:
     """Where and what to write.
 
     path: `X.parquet` or `X.jsonl` is one file in input order, anything else a folder of Parquet parts.
-    keep: the input's columns to keep: "all", "none" or their names. token_ids, logprobs: optional columns.
+    keep: the input's columns to keep: "all", "none" or their names. token_ids, logprobs, prompt_logprobs: optional
+    columns.
     """
 
     path: Path
@@ -92,14 +94,16 @@ class OutputConfig:
     keep: Keep = "all"
     token_ids: bool = False
     logprobs: bool = False
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """Everything `pagedgen run` needs.
+    """Everything `pagedgen run` and `pagedgen beam` need.
 
     output_path: None is `<input stem>.completions.parquet` in the current folder. overrides: the generation options
-    given on the command line, by name. command: the command line, for the manifest.
+    given on the command line, by name. beam: how to search; None is to sample. command: the command line, for the
+    manifest.
     """
 
     input: InputConfig
@@ -110,5 +114,6 @@ class JobConfig:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     overrides: Mapping[str, object] = field(default_factory=dict)
+    beam: BeamParams | None = None
     quiet: bool = False
     command: tuple[str, ...] = ()

@@ -6,12 +6,14 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pagedgen import __version__
+from pagedgen.beam_params import beam_flag, validate_beam
 from pagedgen.config import JobConfig, OutputConfig
 from pagedgen.data.files import write_json
 from pagedgen.data.layout import OutputLayout, prepare_output
@@ -63,19 +65,37 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None) -> JobResult:
     with _naming_paths():
         source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
     require_prompt_column(source.columns.names, config.prompt)
-    defaults_from_generation_config({}, config.overrides)
+    n, max_seqs = defaults_from_generation_config({}, config.overrides).n, config.engine.max_seqs
+    if n > max_seqs:
+        raise UsageError(f"--n is {n}, but only {max_seqs} sequences run at a time; lower it or raise --max-seqs.")
+    config = _with_checked_beam(config)
     output = OutputConfig(
         path=config.output_path or Path(f"{source.stem}.completions.parquet"),
         overwrite=config.overwrite,
         keep=config.keep,
         token_ids=config.token_ids,
-        logprobs=config.overrides.get("logprobs") is not None or "logprobs" in source.columns.names,
+        logprobs=_is_asked_for("logprobs", config, source),
+        prompt_logprobs=_is_asked_for("prompt_logprobs", config, source),
     )
     columns = OutputColumns(source.columns, output)
     with _naming_paths():
         layout = prepare_output(output, source.files)
     with _terminated_like_interrupted():
         return _Job(config, source, columns, layout).run()
+
+
+def _is_asked_for(option: str, config: JobConfig, source: InputSource) -> bool:
+    """Whether any row may have what only a draw can give."""
+    return config.beam is None and (config.overrides.get(option) is not None or option in source.columns.names)
+
+
+def _with_checked_beam(config: JobConfig) -> JobConfig:
+    if config.beam is None:
+        return config
+    try:
+        return replace(config, beam=validate_beam(config.beam, config.engine.max_seqs, beam_flag))
+    except ValueError as error:
+        raise UsageError(f"{error}.") from None
 
 
 @contextmanager
@@ -166,18 +186,20 @@ class _Job:
         engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step)
         self._stats.set_info(engine.info)
         self._stats.set_total(self._source.total)
-        for warning in unsupported_in_generation_config(engine.generation_config, self._config.overrides):
+        for warning in unsupported_in_generation_config(
+            engine.generation_config, searching=self._config.beam is not None
+        ):
             self._display.warn(
                 f"the model's generation_config.json asks for {warning}, which this version does not apply"
             )
         if engine.kernels_note is not None:
             self._display.warn(engine.kernels_note)
         defaults = defaults_from_generation_config(engine.generation_config, self._config.overrides)
-        beyond = [token_id for token_id in defaults.stop_token_ids if token_id >= engine.spec.vocab_size]
-        if beyond:
-            raise UsageError(
-                f"--stop-token-ids {beyond[0]} is no token of the model; its ids are 0 to {engine.spec.vocab_size - 1}"
-            )
+        last = engine.spec.vocab_size - 1
+        biased = (token_id for token_id, _ in defaults.logit_bias)
+        for flag, token_ids in (("--stop-token-ids", defaults.stop_token_ids), ("--logit-bias", biased)):
+            if (token_id := max(token_ids, default=0)) > last:
+                raise UsageError(f"{flag} {token_id} is no token of the model; its ids are 0 to {last}")
         return engine, PromptRenderer(engine.tokenizer, self._config.prompt), defaults
 
     def _generate(self, engine: "Engine", renderer: PromptRenderer, defaults: SamplingParams) -> None:
@@ -189,8 +211,11 @@ class _Job:
             write_manifest(self._layout.run_folder, manifest)
         try:
             self._display.phase(GENERATING)
-            for completion in engine.generate(self._requests(renderer, defaults)):
-                self._write(completion, self._records.pop(completion.row))
+            completions = engine.generate(self._requests(renderer, defaults))
+            for row, of_row in itertools.groupby(completions, key=attrgetter("row")):  # they come together
+                record = self._records.pop(row)
+                for completion in of_row:
+                    self._write(completion, record)
             self._display.phase("writing")
             self._writer.finish()
         except BaseException as error:
@@ -235,7 +260,7 @@ class _Job:
                     self._write(Completion(record.row, record.id, 0, error.status, error=error.message), record)
                     continue
                 self._records[record.row] = record
-                yield Request(record.row, record.id, prompt_token_ids=prompt, params=params)
+                yield Request(record.row, record.id, prompt_token_ids=prompt, params=params, beam=self._config.beam)
             self._stats.set_input_progress(self._fraction_read(), self._source.rows_read)
 
     def _write(self, completion: Completion, record: PromptRecord) -> None:
@@ -253,8 +278,9 @@ class _Job:
 
     def _manifest(self, defaults: SamplingParams) -> Manifest:
         schema = {field.name: str(field.type) for field in self._columns.schema}
-        engine, prompt = self._config.engine, self._config.prompt
-        parameters = {name: getattr(part, name) for part in (defaults, engine, prompt) for name in part.__slots__}
+        engine, prompt, beam = self._config.engine, self._config.prompt, self._config.beam
+        parts = (defaults, engine, prompt, *(() if beam is None else (beam,)))
+        parameters = {name: getattr(part, name) for part in parts for name in part.__slots__}
         return Manifest(
             version=__version__,
             command=self._config.command,

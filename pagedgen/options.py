@@ -6,9 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from pagedgen.config import Device, Dtype, OnTooLong
+from pagedgen.request import EarlyStopping
 from pagedgen.units import parse_bytes
 
 ENGINE, SAMPLING, PROMPT, OUTPUT = "Engine", "Generation (a row's own columns win)", "Prompts", "Output"
+BEAM = "Beam search"
 
 
 def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
@@ -95,8 +97,38 @@ StopTokenIds = Annotated[
 ]
 MinTokens = Annotated[int | None, _option("--min-tokens", "Hold back ends until this many tokens exist.", SAMPLING)]
 IgnoreEos = Annotated[bool | None, _option("--ignore-eos", "Generate past the model's end tokens.", SAMPLING)]
+N = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--n",
+        help="Samples of each row, 1 to 256. Default: 1.",
+        rich_help_panel=SAMPLING,
+        show_default=False,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    _option("--repetition-penalty", "Above 1: fewer tokens of prompt and completion again. 1 is off.", SAMPLING),
+]
+PresencePenalty = Annotated[
+    float | None,
+    _option("--presence-penalty", "Taken off the score of each token that the completion holds.", SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    _option("--frequency-penalty", "Taken off once for each time that the completion holds it.", SAMPLING),
+]
+LogitBias = Annotated[
+    str | None,
+    _option("--logit-bias", """What to add to the scores of token ids, like '{"11": -5}'.""", SAMPLING, metavar="JSON"),
+]
+BadWords = Annotated[list[str] | None, _option("--bad-words", "Never complete this text; may be repeated.", SAMPLING)]
 Logprobs = Annotated[
     int | None, _option("--logprobs", "Add log-probabilities of each token and of the K likeliest.", SAMPLING)
+]
+PromptLogprobs = Annotated[
+    int | None, _option("--prompt-logprobs", "Add the same of each prompt token but the first.", SAMPLING)
 ]
 Overwrite = Annotated[bool, _option("--overwrite", "Replace an output that exists.", OUTPUT)]
 KeepOption = Annotated[
@@ -130,3 +162,30 @@ MaxModelLen = Annotated[
     ),
 ]
 NoPrefixCache = Annotated[bool, _option("--no-prefix-cache", "Compute every prompt in full.", ENGINE)]
+Width = Annotated[int, typer.Option(help="Sequences that each row's search keeps, 1 to 64.", rich_help_panel=BEAM)]
+NumReturn = Annotated[
+    int,
+    typer.Option("--return", help="Completions of a row, the best first; at most --width.", rich_help_panel=BEAM),
+]
+LengthPenalty = Annotated[
+    float,
+    typer.Option(help="Scores are log-probabilities divided by length to this power.", rich_help_panel=BEAM),
+]
+EarlyStoppingOption = Annotated[
+    EarlyStopping,
+    typer.Option(
+        help="When to end a search that has as many completions as beams: at once (true), when its best beam scores no "
+        "better than the worst of them (false), or when it could not at any length (never).",
+        rich_help_panel=BEAM,
+    ),
+]
+DiversityGroups = Annotated[
+    int, typer.Option(help="Groups of beams that avoid each other's tokens.", rich_help_panel=BEAM)
+]
+DiversityPenalty = Annotated[
+    float,
+    typer.Option(
+        help="Taken off a token's score for each beam of an earlier group that chose it in this step.",
+        rich_help_panel=BEAM,
+    ),
+]

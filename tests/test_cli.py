@@ -138,6 +138,47 @@ def test_logprobs_are_written_and_sum_up(folder, model):
         assert all(entry["token_id"] == entry["top"][0]["token_id"] for entry in row["logprobs"])
 
 
+def test_samples_of_a_row_stand_together_each_with_its_own_draws(folder, model):
+    write_jsonl(folder / "in.jsonl", [*PROMPTS[:2], {"prompt": "fox", "n": 2}, {"prompt": "x", "n": 0}])
+    options = ("--max-tokens", 12, "--temperature", 1, "--ignore-eos")
+    assert run(model, "in.jsonl", "-n", 3, *options)[0] == 0
+    rows = pq.read_table("in.completions.parquet").to_pylist()
+    keys = [(row["row"], row["sample"]) for row in rows]
+    assert keys == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (3, 0)]
+    assert [row["status"] for row in rows] == ["ok"] * 8 + ["bad_row"]
+    assert len({row["text"] for row in rows[:3]}) == 3
+    assert json.loads((folder / "in.completions.parquet.run" / "stats.json").read_text())["rows_done"] == 4
+    run(model, "in.jsonl", *options, "-o", "one.parquet")
+    assert pq.read_table("one.parquet").to_pylist()[0]["text"] == rows[0]["text"]
+
+
+def test_biases_bad_words_and_penalties_reach_the_engine(folder, model):
+    write_jsonl(folder / "in.jsonl", PROMPTS[:1])
+
+    def completion(*args):
+        code, _, stderr = run(model, "in.jsonl", "--max-tokens", 8, "--ignore-eos", "--token-ids", "--overwrite", *args)
+        assert code == 0, stderr
+        return pq.read_table("in.completions.parquet").to_pylist()[0]
+
+    plain = completion()
+    first = plain["token_ids"][0]
+    assert completion("--logit-bias", f'{{"{first}": -100}}')["token_ids"][0] != first
+    assert completion("--logit-bias", '{"77": 100}')["token_ids"] == [77] * 8
+    assert 77 not in completion("--logit-bias", '{"77": 100}', "--repetition-penalty", 1e6)["token_ids"][1:]
+    for option in ("--presence-penalty", "--frequency-penalty"):
+        assert len(set(completion(option, 1e6)["token_ids"])) == 8
+    word = next(character for character in plain["text"] if character.isascii() and character.isalpha())
+    assert word not in completion("--bad-words", word)["text"]
+
+
+def test_log_probabilities_of_the_prompt_are_written(folder, model):
+    write_jsonl(folder / "in.jsonl", [{"prompt_token_ids": [5, 6, 7, 8]}])
+    run(model, "in.jsonl", "--max-tokens", 2, "--prompt-logprobs", 1)
+    (row,) = pq.read_table("in.completions.parquet").to_pylist()
+    assert [entry["token_id"] for entry in row["prompt_logprobs"]] == [6, 7, 8]
+    assert all(entry["logprob"] <= entry["top"][0]["logprob"] for entry in row["prompt_logprobs"])
+
+
 def test_every_way_to_give_a_prompt(folder, model):
     write_jsonl(
         folder / "in.jsonl",
@@ -251,6 +292,13 @@ def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model
         (["in.jsonl", "-m", "b" * 300], 2, ["bbb", "check the path"]),
         (["in.jsonl", "--raw", "--system", "hi"], 2, ["--system", "--raw"]),
         (["in.jsonl", "--stop-token-ids", "999999"], 2, ["--stop-token-ids", "999999"]),
+        (["in.jsonl", "--logit-bias", '{"999999": 1}'], 2, ["--logit-bias", "999999"]),
+        (["in.jsonl", "--logit-bias", "{11}"], 2, ["--logit-bias", "{11}"]),
+        (["in.jsonl", "-n", "0"], 2, ["--n is 0"]),
+        (["in.jsonl", "-n", "8", "--max-seqs", "4"], 2, ["--n is 8", "--max-seqs"]),
+        (["in.jsonl", "--repetition-penalty", "0"], 2, ["--repetition-penalty"]),
+        (["in.jsonl", "--presence-penalty", "nan"], 2, ["--presence-penalty"]),
+        (["in.jsonl", "--bad-words", ""], 2, ["--bad-words"]),
         (["in.jsonl", "--max-batch-tokens", "9" * 30], 2, ["max_batch_tokens"]),
         (["in.jsonl", "--kv-memory", "1MiB", "--max-seqs", "1000000000000"], 1, ["ran out of memory", "--max-seqs"]),
         (["in.jsonl", "--kv-memory", "100B"], 2, ["--kv-memory"]),

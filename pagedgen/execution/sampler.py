@@ -42,7 +42,7 @@ class Sampler:
         wanted = [plan.logprobs[slot] for slot in slots[asked].tolist()]
         likeliest = TopLogprobs(self.kernels, logits, asked, wanted) if len(asked) else None
         searching, changed = having(slots, plan.beams), edited(slots, plan, state)
-        beams = self._search(logits, np.flatnonzero(searching), slots, plan, state) if plan.beams else {}
+        beams = self._search(logits, np.flatnonzero(searching), slots, plan, state) if searching.any() else {}
         ban(logits, slots, plan)
 
         of, keys = _draws(slots, plan, state)
