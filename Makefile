@@ -61,6 +61,8 @@ bench: setup ## the benchmarks; results go to build/bench/
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.scheduler
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.startup
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.throughput
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.beam
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.sharing
 
 clean: ## remove build results and caches; the virtual environment stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

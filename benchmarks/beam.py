@@ -1,0 +1,126 @@
+"""Prompts per second in beam search beside transformers' `generate(num_beams=8)`, on the same weights and prompts.
+
+The work of a round: 16 questions as chats, 8 beams, 64 new tokens past the end token, bfloat16, the best hypothesis of
+each. transformers gets them in one batch with padding on the left, as its user would script it, and scripts have no
+prefix cache: pagedgen's is off. Each runs in a process of its own, and prints the mean score of what it found: both
+search by the same rules, so the means differ by rounding alone.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from benchmarks.common import Worker, alternate, print_table, serve, spread, write_results
+from benchmarks.prompts import Chat, gsm8k_chats, of_round
+from benchmarks.throughput import model_folder
+from pagedgen import BeamParams, EngineConfig, Request, SamplingParams
+from pagedgen.process import prepare_process
+
+PROMPTS, WIDTH, OUTPUT_TOKENS = 16, 8, 64
+KV_BYTES = 1 << 30
+OURS, PEER = "pagedgen", "transformers"
+
+
+def pagedgen_contestant(model: str | None, _: int) -> Callable[[int], float]:
+    prepare_process()  # before torch is loaded
+    from pagedgen import Engine
+
+    engine = Engine(EngineConfig(model=model, dtype="bfloat16", kv_memory=KV_BYTES, prefix_cache=False))
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    _, chats = gsm8k_chats()
+
+    def contestant(number: int) -> float:
+        started = time.perf_counter()
+        texts = [engine.tokenizer.render_chat(chat, False) for chat in of_round(chats, PROMPTS, number)]
+        requests = [
+            Request(i, str(i), prompt=text, params=params, beam=BeamParams(WIDTH)) for i, text in enumerate(texts)
+        ]
+        found = list(engine.generate(requests))
+        seconds = time.perf_counter() - started
+        assert [c.completion_tokens for c in found] == [OUTPUT_TOKENS] * PROMPTS
+        print_mean_score(OURS, [c.score for c in found if c.score is not None])
+        return seconds
+
+    return contestant
+
+
+def transformers_contestant(model_name: str | None, batch: int) -> Callable[[int], float]:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = model_folder(model_name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model.generation_config.eos_token_id = None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    _, chats = gsm8k_chats()
+
+    def search(some: list[Chat]) -> list[float]:
+        inputs = tokenizer.apply_chat_template(
+            some, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        ).to(device)
+        with torch.inference_mode():
+            output = model.generate(
+                **inputs,
+                num_beams=WIDTH,
+                max_new_tokens=OUTPUT_TOKENS,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        new_ids = output.sequences[:, inputs["input_ids"].shape[1] :]
+        assert new_ids.shape == (len(some), OUTPUT_TOKENS)
+        tokenizer.batch_decode(new_ids, skip_special_tokens=True)
+        scores: list[float] = output.sequences_scores.tolist()
+        return scores
+
+    def contestant(number: int) -> float:
+        started = time.perf_counter()
+        of_this_round = of_round(chats, PROMPTS, number)
+        scores = [score for i in range(0, PROMPTS, batch) for score in search(of_this_round[i : i + batch])]
+        seconds = time.perf_counter() - started
+        print_mean_score(PEER, scores)
+        return seconds
+
+    return contestant
+
+
+def print_mean_score(name: str, scores: Sequence[float]) -> None:
+    assert len(scores) == PROMPTS
+    print(f"{name}: mean score {statistics.mean(scores):.4f}", flush=True)
+
+
+CONTESTANTS = {PEER: transformers_contestant, OURS: pagedgen_contestant}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a Hub id, a folder or a .gguf file; left out: the default model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=PROMPTS, help="prompts that transformers gets at a time")
+    parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)  # what a worker is started with
+    arguments = parser.parse_args()
+    if arguments.contestant:
+        serve(CONTESTANTS[arguments.contestant](arguments.model, arguments.batch))
+    options = ["--batch", str(arguments.batch), *([] if arguments.model is None else ["--model", arguments.model])]
+    contestants = {name: Worker("benchmarks.beam", "--contestant", name, *options) for name in (PEER, OURS)}
+    for name, contestant in contestants.items():
+        print(f"warming up {name}: {contestant(arguments.rounds):.3f} s", flush=True)
+    seconds = alternate(contestants, arguments.rounds)
+    rates = {name: [PROMPTS / s for s in values] for name, values in seconds.items()}
+    ratios = [ours / peer for ours, peer in zip(rates[OURS], rates[PEER], strict=True)]
+    source, _ = gsm8k_chats()
+    work = f"{PROMPTS} of {source}, {WIDTH} beams, {OUTPUT_TOKENS} tokens"
+    rows = [(name, *spread(values).values()) for name, values in rates.items()]
+    print_table(f"{work}, bfloat16: prompts/s", ("engine", "median", "min", "max"), rows)
+    print(f"ratio, median of {arguments.rounds} rounds: {statistics.median(ratios):.2f}")
+    write_results("beam", {"work": work, "seconds": seconds, "ratios": ratios})
+
+
+if __name__ == "__main__":
+    main()
