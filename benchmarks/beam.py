@@ -22,7 +22,7 @@ KV_BYTES = 1 << 30
 OURS, PEER = "pagedgen", "transformers"
 
 
-def pagedgen_contestant(model: str | None, _: int) -> Callable[[int], float]:
+def pagedgen_contestant(model: str | None, batch: int) -> Callable[[int], float]:
     prepare_process()  # before torch is loaded
     from pagedgen import Engine
 
