@@ -1,6 +1,5 @@
 """The options of a beam search, checked wherever they come from: the command line or Python."""
 
-import math
 from collections.abc import Callable
 from numbers import Integral, Real
 from typing import get_args
@@ -8,6 +7,9 @@ from typing import get_args
 from pagedgen.request import BeamParams, EarlyStopping
 
 MAX_WIDTH = 64
+# A length to such a power is a number for any length, and so is what is divided by it.
+MOST_PENALTY = 10.0
+MOST_DIVERSITY = 1e9
 
 
 def beam_flag(name: str) -> str:
@@ -28,11 +30,11 @@ def validate_beam(params: BeamParams, max_seqs: int | None = None, spell: Callab
             raise ValueError(f"{spell(name)} is {value!r}, but it must be a whole number from 1 to {most}{why}")
         return int(value)
 
-    def real(name: str, least: float, allowed: str) -> float:
+    def real(name: str, least: float, most: float) -> float:
         value = getattr(params, name)
         is_real = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_real or not math.isfinite(value) or value < least:
-            raise ValueError(f"{spell(name)} is {value!r}, but it must be {allowed}")
+        if not is_real or not least <= value <= most:
+            raise ValueError(f"{spell(name)} is {value!r}, but it must be a number from {least:g} to {most:g}")
         return float(value)
 
     width = whole("width", MAX_WIDTH)
@@ -46,7 +48,7 @@ def validate_beam(params: BeamParams, max_seqs: int | None = None, spell: Callab
         raise ValueError(
             f"{spell('width')} is {width}, but it must be a multiple of {spell('diversity_groups')}, which is {groups}"
         )
-    penalty = real("diversity_penalty", 0.0, "a number from 0")
+    penalty = real("diversity_penalty", 0.0, MOST_DIVERSITY)
     if penalty and groups == 1:
         raise ValueError(
             f"{spell('diversity_penalty')} is {penalty:g}, but it acts between groups of beams and there is one; "
@@ -55,7 +57,7 @@ def validate_beam(params: BeamParams, max_seqs: int | None = None, spell: Callab
     return BeamParams(
         width=width,
         num_return=whole("num_return", width, f", which is {spell('width')}"),
-        length_penalty=real("length_penalty", -math.inf, "a finite number"),
+        length_penalty=real("length_penalty", -MOST_PENALTY, MOST_PENALTY),
         early_stopping=_early_stopping(params.early_stopping, spell),
         diversity_groups=groups,
         diversity_penalty=penalty,

@@ -200,6 +200,10 @@ class _Job:
         for flag, token_ids in (("--stop-token-ids", defaults.stop_token_ids), ("--logit-bias", biased)):
             if (token_id := max(token_ids, default=0)) > last:
                 raise UsageError(f"{flag} {token_id} is no token of the model; its ids are 0 to {last}")
+        if self._config.overrides.get("top_k") is not None and defaults.top_k > last + 1:
+            raise UsageError(
+                f"--top-k is {defaults.top_k}, but the model has {last + 1} tokens; leave it out to keep all of them"
+            )
         return engine, PromptRenderer(engine.tokenizer, self._config.prompt), defaults
 
     def _generate(self, engine: "Engine", renderer: PromptRenderer, defaults: SamplingParams) -> None:

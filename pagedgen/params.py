@@ -22,8 +22,9 @@ MOST_LOGPROBS = 1000
 MOST_SAMPLES = 256
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
-# The parameters are applied in float32.
-_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+# What scores may be changed by: far beyond any use, and far from where sums of them would overflow float32.
+_MOST_ADDED, _LEAST_FACTOR, _MOST_FACTOR = 1e9, 1e-6, 1e6
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +146,13 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         token_id = _token_id(token_id)
         if token_id in biases:
             raise ValueError
-        biases[token_id] = _real(bias)
+        biases[token_id] = _real_between(-_MOST_ADDED, _MOST_ADDED)(bias)
     return tuple(sorted(biases.items()))
 
 
 OPTIONS: tuple[Option, ...] = (
     Option("max_tokens", _whole_between(1, _INT32_MAX), "a whole number from 1"),
-    Option("temperature", _temperature, "a number from 0 (0 is greedy)"),
+    Option("temperature", _temperature, "a finite number from 0 (0 is greedy)"),
     Option("top_k", _top_k, "a whole number from 1, or 0 or -1 for off"),
     Option("top_p", _real_between(0.0, 1.0, low_included=False), "a number above 0 and at most 1"),
     Option("min_p", _real_between(0.0, 1.0), "a number from 0 to 1"),
@@ -161,10 +162,22 @@ OPTIONS: tuple[Option, ...] = (
     Option("min_tokens", _whole_between(0, _INT32_MAX), "a whole number from 0"),
     Option("ignore_eos", _boolean, "true or false"),
     Option("n", _whole_between(1, MOST_SAMPLES), f"a whole number from 1 to {MOST_SAMPLES}"),
-    Option("repetition_penalty", _real_between(_FLOAT32_MIN, _FLOAT32_MAX), "a number above 0 (1 is off)"),
-    Option("presence_penalty", _real_between(0.0, math.inf), "a number from 0; negative penalties are not supported"),
-    Option("frequency_penalty", _real_between(0.0, math.inf), "a number from 0; negative penalties are not supported"),
-    Option("logit_bias", _logit_bias, 'a mapping of token ids to finite numbers, like {"11": -5}, with no id twice'),
+    Option("repetition_penalty", _real_between(_LEAST_FACTOR, _MOST_FACTOR), "a number from 1e-6 to 1e6 (1 is off)"),
+    Option(
+        "presence_penalty",
+        _real_between(0.0, _MOST_ADDED),
+        "a number from 0 to 1e9; negative penalties are not supported",
+    ),
+    Option(
+        "frequency_penalty",
+        _real_between(0.0, _MOST_ADDED),
+        "a number from 0 to 1e9; negative penalties are not supported",
+    ),
+    Option(
+        "logit_bias",
+        _logit_bias,
+        'a mapping of token ids to numbers from -1e9 to 1e9, like {"11": -5}, with no id twice',
+    ),
     Option("bad_words", _texts, "a text or a list of texts, none of them empty"),
     Option("logprobs", _whole_between(0, MOST_LOGPROBS), f"a whole number from 0 to {MOST_LOGPROBS}"),
     Option("prompt_logprobs", _whole_between(0, MOST_LOGPROBS), f"a whole number from 0 to {MOST_LOGPROBS}"),

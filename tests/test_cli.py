@@ -293,6 +293,7 @@ def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model
         (["in.jsonl", "--raw", "--system", "hi"], 2, ["--system", "--raw"]),
         (["in.jsonl", "--stop-token-ids", "999999"], 2, ["--stop-token-ids", "999999"]),
         (["in.jsonl", "--logit-bias", '{"999999": 1}'], 2, ["--logit-bias", "999999"]),
+        (["in.jsonl", "--top-k", "1000000000"], 2, ["--top-k is 1000000000"]),
         (["in.jsonl", "--logit-bias", "{11}"], 2, ["--logit-bias", "{11}"]),
         (["in.jsonl", "-n", "0"], 2, ["--n is 0"]),
         (["in.jsonl", "-n", "8", "--max-seqs", "4"], 2, ["--n is 8", "--max-seqs"]),

@@ -283,3 +283,18 @@ def test_an_ended_hypothesis_keeps_its_reason():
         assert s.score == pytest.approx(s.cumulative_logprob / len(s.generated), rel=1e-5)
     assert [s.score for s in group.sequences] == sorted((s.score for s in group.sequences), reverse=True)
     assert np.isfinite([s.score for s in group.sequences]).all()
+
+
+@pytest.mark.parametrize("length_penalty", [-10.0, -1.0, 0.0, 10.0])
+@pytest.mark.parametrize("early_stopping", ["true", "false", "never"])
+def test_scores_are_numbers_and_in_order_whatever_the_length_penalty(length_penalty, early_stopping):
+    scheduler = make_scheduler(512, 16, max_seqs=4, max_model_len=200, max_batch_tokens=64)
+    options = {"length_penalty": length_penalty, "early_stopping": early_stopping, "num_return": 4}
+    scheduler.add(make_search([1, 0, 1], max_tokens=150, end_ids={0}, key=0, width=4, **options))
+    (group,) = run_to_end(scheduler, FakeDevice(512, 16))
+    scores = [s.score for s in group.sequences]
+    assert all(score < 0 and np.isfinite(score) for score in scores)
+    assert scores == sorted(scores, reverse=True)
+    assert [s.score for s in group.sequences] == [
+        pytest.approx(s.cumulative_logprob / len(s.generated) ** length_penalty, rel=1e-5) for s in group.sequences
+    ]

@@ -152,7 +152,7 @@ class BeamSearch:
         hypothesis = branch.parent.copy()
         hypothesis.token_ids = np.append(tokens, np.int32(branch.token))
         hypothesis.cumulative_logprob = branch.cumulative_logprob
-        hypothesis.score = float(branch.running_score / np.float32(length**self.params.length_penalty))
+        hypothesis.score = float(branch.running_score) / length**self.params.length_penalty
         hypothesis.final_text = text
         hypothesis.finish(Status.OK, reason)
         return hypothesis
@@ -164,7 +164,7 @@ class BeamSearch:
         if self.params.early_stopping == "true":
             return True
         longest = self.params.early_stopping == "never" and self.params.length_penalty > 0
-        possible = best.running_score / np.float32((self._max_new if longest else length) ** self.params.length_penalty)
+        possible = float(best.running_score) / (self._max_new if longest else length) ** self.params.length_penalty
         worst = division.hypotheses[-1].score
         assert worst is not None
-        return bool(possible <= np.float32(worst))
+        return bool(possible <= worst)
