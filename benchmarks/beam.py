@@ -1,4 +1,5 @@
-"""Prompts per second in beam search beside transformers' `generate(num_beams=8)`, on the same weights and prompts.
+"""Prompts per second in beam search beside transformers' `generate(num_beams=8)`, on the same weights and prompts, and
+beside OpenVINO GenAI where an interpreter is given that has it (see `benchmarks.openvino_beam`).
 
 The work of a round: 16 questions as chats, 8 beams, 64 new tokens past the end token, bfloat16, the best hypothesis of
 each. transformers gets them in one batch with padding on the left, as its user would script it, and scripts have no
@@ -7,19 +8,18 @@ search by the same rules, so the means differ by rounding alone.
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from benchmarks.common import Worker, alternate, print_table, serve, spread, write_results
+from benchmarks.common import Worker, compare, serve
+from benchmarks.openvino_beam import OUTPUT_TOKENS, PROMPTS, WIDTH, print_mean_score
 from benchmarks.prompts import Chat, gsm8k_chats, of_round
 from benchmarks.throughput import model_folder
 from pagedgen import BeamParams, EngineConfig, Request, SamplingParams
 from pagedgen.process import prepare_process
 
-PROMPTS, WIDTH, OUTPUT_TOKENS = 16, 8, 64
 KV_BYTES = 1 << 30
-OURS, PEER = "pagedgen", "transformers"
+OURS, PEER, OPENVINO = "pagedgen", "transformers", "openvino-genai"
 
 
 def pagedgen_contestant(model: str | None, batch: int) -> Callable[[int], float]:
@@ -90,11 +90,6 @@ def transformers_contestant(model_name: str | None, batch: int) -> Callable[[int
     return contestant
 
 
-def print_mean_score(name: str, scores: Sequence[float]) -> None:
-    assert len(scores) == PROMPTS
-    print(f"{name}: mean score {statistics.mean(scores):.4f}", flush=True)
-
-
 CONTESTANTS = {PEER: transformers_contestant, OURS: pagedgen_contestant}
 
 
@@ -103,23 +98,22 @@ def main() -> None:
     parser.add_argument("--model", help="a Hub id, a folder or a .gguf file; left out: the default model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=PROMPTS, help="prompts that transformers gets at a time")
+    parser.add_argument("--openvino-python", help="an interpreter that has openvino-genai")
+    parser.add_argument("--openvino-model", help="the folder of the exported model")
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)  # what a worker is started with
     arguments = parser.parse_args()
     if arguments.contestant:
         serve(CONTESTANTS[arguments.contestant](arguments.model, arguments.batch))
     options = ["--batch", str(arguments.batch), *([] if arguments.model is None else ["--model", arguments.model])]
-    contestants = {name: Worker("benchmarks.beam", "--contestant", name, *options) for name in (PEER, OURS)}
-    for name, contestant in contestants.items():
-        print(f"warming up {name}: {contestant(arguments.rounds):.3f} s", flush=True)
-    seconds = alternate(contestants, arguments.rounds)
-    rates = {name: [PROMPTS / s for s in values] for name, values in seconds.items()}
-    ratios = [ours / peer for ours, peer in zip(rates[OURS], rates[PEER], strict=True)]
+    contestants = {PEER: Worker("benchmarks.beam", "--contestant", PEER, *options)}
+    if arguments.openvino_python:
+        contestants[OPENVINO] = Worker(
+            "benchmarks.openvino_beam", arguments.openvino_model, python=arguments.openvino_python
+        )
+    contestants[OURS] = Worker("benchmarks.beam", "--contestant", OURS, *options)
     source, _ = gsm8k_chats()
-    work = f"{PROMPTS} of {source}, {WIDTH} beams, {OUTPUT_TOKENS} tokens"
-    rows = [(name, *spread(values).values()) for name, values in rates.items()]
-    print_table(f"{work}, bfloat16: prompts/s", ("engine", "median", "min", "max"), rows)
-    print(f"ratio, median of {arguments.rounds} rounds: {statistics.median(ratios):.2f}")
-    write_results("beam", {"work": work, "seconds": seconds, "ratios": ratios})
+    title = f"{PROMPTS} of {source}, {WIDTH} beams, {OUTPUT_TOKENS} tokens, bfloat16: prompts/s"
+    compare("beam", title, contestants, amount=PROMPTS, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,13 @@ def alternate(contestants: Mapping[str, Callable[[int], float]], rounds: int) ->
 
 class Worker:
     """A contestant in a process of its own, which `python -m MODULE ARGUMENTS` starts and which calls `serve`: neither
-    meets the other's threads, settings of memory or warm caches, and both stay loaded between the rounds."""
+    meets the other's threads, settings of memory or warm caches, and both stay loaded between the rounds.
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", module, *arguments]
+    python: the interpreter, for a peer that has an environment of its own.
+    """
+
+    def __init__(self, module: str, *arguments: str, python: str = sys.executable) -> None:
+        command = [python, "-m", module, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()  # it is ready
 
@@ -86,6 +89,34 @@ def serve(contestant: Callable[[int], float]) -> NoReturn:
     for line in sys.stdin:
         print(f"{ANSWER}{contestant(int(line))}", flush=True)
     sys.exit(0)
+
+
+def compare(
+    name: str,
+    title: str,
+    contestants: Mapping[str, Callable[[int], float]],
+    *,
+    amount: float,
+    rounds: int,
+    label: str = "engine",
+    **more: object,
+) -> None:
+    """Warm the contestants up, alternate them, print their rates and the last one's ratios to the others, and write all
+    of it to the result file, with `more`.
+
+    title: the work and the unit of a rate. amount: how much of that unit a round is. label: what a contestant is.
+    """
+    for contestant, warm_up in contestants.items():
+        print(f"warming up {contestant}: {warm_up(rounds):.3f} s", flush=True)
+    seconds = alternate(contestants, rounds)
+    *peers, ours = contestants
+    rates = {contestant: [amount / s for s in values] for contestant, values in seconds.items()}
+    ratios = {peer: [a / b for a, b in zip(rates[ours], rates[peer], strict=True)] for peer in peers}
+    rows = [(contestant, *spread(values).values()) for contestant, values in rates.items()]
+    print_table(title, (label, "median", "min", "max"), rows)
+    for peer, of_rounds in ratios.items():
+        print(f"{ours} / {peer}, median of {rounds} rounds: {statistics.median(of_rounds):.2f}")
+    write_results(name, {"work": title, "seconds": seconds, "ratios": ratios, **more})
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

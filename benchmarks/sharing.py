@@ -8,13 +8,12 @@ taken without sharing. The prefix cache is off here too: with it, the chats' com
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from benchmarks.common import Worker, alternate, print_table, serve, spread, write_results
+from benchmarks.common import Worker, compare, print_table, serve
 from benchmarks.prompts import Chat, gsm8k_chats, mt_bench_chats, of_round
 from pagedgen import BeamParams, EngineConfig, Request, SamplingParams
 from pagedgen.process import prepare_process
@@ -120,16 +119,16 @@ def main() -> None:
     memory = report_memory(arguments.model)
     options = [] if arguments.model is None else ["--model", arguments.model]
     contestants = {name: Worker("benchmarks.sharing", "--contestant", name, *options) for name in (SEPARATE, SHARED)}
-    for name, contestant in contestants.items():
-        print(f"warming up {name}: {contestant(arguments.rounds):.3f} s", flush=True)
-    seconds = alternate(contestants, arguments.rounds)
-    rates = {name: [PROMPTS * SAMPLES * OUTPUT_TOKENS / s for s in values] for name, values in seconds.items()}
-    ratios = [shared / separate for shared, separate in zip(rates[SHARED], rates[SEPARATE], strict=True)]
     work = f"{PROMPTS} of {mt_bench_chats()[0]}, {SAMPLES} samples of {OUTPUT_TOKENS} tokens"
-    rows = [(name, *spread(values).values()) for name, values in rates.items()]
-    print_table(f"{work}, bfloat16: output tokens/s", ("each prompt as", "median", "min", "max"), rows)
-    print(f"ratio, median of {arguments.rounds} rounds: {statistics.median(ratios):.2f}")
-    write_results("sharing", {"work": work, "seconds": seconds, "ratios": ratios, "memory": memory})
+    compare(
+        "sharing",
+        f"{work}, bfloat16: output tokens/s",
+        contestants,
+        amount=PROMPTS * SAMPLES * OUTPUT_TOKENS,
+        rounds=arguments.rounds,
+        label="each prompt as",
+        memory=memory,
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ own, set up as its user's would be: pagedgen as its command line does, transform
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import Worker, alternate, print_table, serve, spread, write_results
+from benchmarks.common import Worker, compare, serve
 from pagedgen.process import prepare_process
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128, 64
@@ -101,16 +100,8 @@ def main() -> None:
         serve(CONTESTANTS[arguments.contestant](arguments.model))
     options = [] if arguments.model is None else ["--model", arguments.model]
     contestants = {name: Worker("benchmarks.throughput", "--contestant", name, *options) for name in (PEER, OURS)}
-    for name, contestant in contestants.items():
-        print(f"warming up {name}: {contestant(arguments.rounds):.3f} s", flush=True)
-    seconds = alternate(contestants, arguments.rounds)
-    rates = {name: [REQUESTS * OUTPUT_TOKENS / s for s in values] for name, values in seconds.items()}
-    ratios = [ours / peer for ours, peer in zip(rates[OURS], rates[PEER], strict=True)]
-    work = f"{REQUESTS}x{PROMPT_TOKENS}/{OUTPUT_TOKENS}"
-    rows = [(name, *spread(values).values()) for name, values in rates.items()]
-    print_table(f"{work}, bfloat16: output tokens/s", ("engine", "median", "min", "max"), rows)
-    print(f"ratio, median of {arguments.rounds} rounds: {statistics.median(ratios):.2f}")
-    write_results("throughput", {"work": work, "seconds": seconds, "ratios": ratios})
+    title = f"{REQUESTS}x{PROMPT_TOKENS}/{OUTPUT_TOKENS}, bfloat16: output tokens/s"
+    compare("throughput", title, contestants, amount=REQUESTS * OUTPUT_TOKENS, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":
