@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pagedgen.errors import UsageError
-from pagedgen.request import BeamParams
+from pagedgen.request import BeamParams, Status
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 Keep = Literal["all", "none"] | tuple[str, ...]
+Format = Literal["rows", "openai"]
 
 _LEAST = {"kv_memory": 1, "block_size": 1, "max_batch_tokens": 1, "max_seqs": 1, "max_model_len": 2}
 _MOST = 1 << 60
@@ -26,7 +27,7 @@ class EngineConfig:
     kv_memory: bytes of the KV pool; None takes what is free after the weights and the measured activation peak.
     block_size: tokens a KV block holds. max_batch_tokens: most tokens computed in one step.
     max_seqs: most sequences that run at a time. max_model_len: longest prompt plus completion in tokens; None is the
-        model's own limit.
+        model's own limit. trust_remote_code: run the Python code that comes with a model's files, where it needs it.
     """
 
     model: str | None = None
@@ -39,6 +40,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_cache: bool = True
     on_too_long: OnTooLong = "error"
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         """Raises UsageError for a number that can never work."""
@@ -72,12 +74,14 @@ class PromptConfig:
 
     prompt_column: the column to use as the prompt. template: Jinja2 source over the row's columns.
     raw: send text prompts as they are, without the model's chat template. system: system message for chats.
+    allow_special_tokens: text of special tokens, like `<|im_end|>`, in a row's values becomes these tokens.
     """
 
     prompt_column: str | None = None
     template: str | None = None
     raw: bool = False
     system: str | None = None
+    allow_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class OutputConfig:
 
     path: `X.parquet` or `X.jsonl` is one file in input order, anything else a folder of Parquet parts.
     keep: the input's columns to keep: "all", "none" or their names. token_ids, logprobs, prompt_logprobs: optional
-    columns.
+    columns. format: of a JSON lines file: rows in pagedgen's columns, or OpenAI's batch output.
     """
 
     path: Path
@@ -95,6 +99,41 @@ class OutputConfig:
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    format: Format = "rows"
+
+
+# Before so many rows have an outcome, a share of them says nothing.
+_LEAST_FOR_SHARE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorLimit:
+    """When to give a run up: once more than `count` rows, or more than the fraction `share` of those that have an
+    outcome, are not `ok`. A share counts from a hundred rows on. text: as the user wrote it."""
+
+    text: str
+    count: int | None = None
+    share: float | None = None
+
+    def is_exceeded(self, failed: int, done: int) -> bool:
+        if self.count is not None:
+            return failed > self.count
+        return done >= _LEAST_FOR_SHARE and self.share is not None and failed > self.share * done
+
+    @staticmethod
+    def parse(text: str) -> "ErrorLimit":
+        """`10` or `2.5%`. Raises ValueError for anything else."""
+        stated = text.strip()
+        try:
+            if stated.endswith("%"):
+                percent = float(stated[:-1])
+                if 0 <= percent < 100:
+                    return ErrorLimit(stated, share=percent / 100)
+            elif (count := int(stated)) >= 0:
+                return ErrorLimit(stated, count=count)
+        except ValueError:
+            pass
+        raise ValueError(f"{text!r} is no limit; write a number of rows like 10, or a share of them like 5%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +141,9 @@ class JobConfig:
     """Everything `pagedgen run` and `pagedgen beam` need.
 
     output_path: None is `<input stem>.completions.parquet` in the current folder. overrides: the generation options
-    given on the command line, by name. beam: how to search; None is to sample. command: the command line, for the
-    manifest.
+    given on the command line, by name. beam: how to search; None is to sample. retry: run rows with these statuses
+    again. max_errors: when to give up; None is never. flush_every: seconds after which what is finished is written at
+    the latest. command: the command line, for the manifest.
     """
 
     input: InputConfig
@@ -111,9 +151,13 @@ class JobConfig:
     overwrite: bool = False
     keep: Keep = "all"
     token_ids: bool = False
+    format: Format = "rows"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     overrides: Mapping[str, object] = field(default_factory=dict)
     beam: BeamParams | None = None
+    retry: tuple[Status, ...] = ()
+    max_errors: ErrorLimit | None = None
+    flush_every: float = 30.0
     quiet: bool = False
     command: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ class Status(StrEnum):
     TEMPLATE_ERROR = "template_error"
     NAN_LOGITS = "nan_logits"
     UNFIT = "unfit"
+    OUT_OF_MEMORY = "out_of_memory"
 
 
 class FinishReason(StrEnum):
@@ -97,6 +98,7 @@ class PromptRecord:
     row: position in the input, from 0. id: the input's `id` or `custom_id`, else the row number, as text.
     columns: the row's own columns. where: the place in the input for error messages, like `prompts.jsonl line 17`.
     error: why the row cannot be used at all (a line that is no JSON, say); its columns are then empty.
+    raw: its text is to be sent as it is, without the model's chat template, whatever the configuration says.
     """
 
     row: int
@@ -104,6 +106,7 @@ class PromptRecord:
     columns: Mapping[str, Any]
     where: str
     error: str | None = None
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)

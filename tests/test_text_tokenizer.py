@@ -97,6 +97,18 @@ def test_a_python_tokenizer_is_loaded(tmp_path: Path) -> None:
     assert not ours.has_chat_template
 
 
+def test_remote_code_runs_only_when_it_is_trusted(tmp_path: Path) -> None:
+    byte_level().save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    stated |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    code = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    mark = 5\n"
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(PagedgenError, match="custom code"):
+        Tokenizer.load(str(tmp_path))
+    assert Tokenizer.load(str(tmp_path), trust_remote_code=True)._hf.mark == 5
+
+
 def test_a_missing_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(PagedgenError, match=r"The tokenizer of .* cannot be loaded: ") as caught:
         Tokenizer.load(str(tmp_path))

@@ -136,3 +136,76 @@ def _smollm2() -> tempfile.TemporaryDirectory[str]:
 def smollm2_folder() -> Path:
     """A folder with SmolLM2's tokenizer, as transformers reads it from the GGUF. Takes seconds; done once."""
     return Path(_smollm2().name)
+
+
+LLAMA3_TEMPLATE = (
+    "{{- bos_token }}"
+    "{%- if strftime_now is defined %}{%- set date = strftime_now('%d %b %Y') %}"
+    "{%- else %}{%- set date = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + date + '\\n\\n<|eot_id|>' }}"
+    "{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'"
+    " + message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+LLAMA3_SPECIAL = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(20)),
+]
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<start_of_turn>' + message['role'] + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+
+
+def llama3_like() -> Any:
+    """Byte-level BPE that takes whole words of its vocabulary as they are, with Llama 3's template."""
+    rust = RustTokenizer(models.BPE(ignore_merges=True))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    rust.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet))
+    rust.add_special_tokens(LLAMA3_SPECIAL)
+    rust.add_tokens(["<think>", "</think>"])
+    bos = LLAMA3_SPECIAL[0]
+    rust.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, rust.token_to_id(bos))]
+    )
+    return _wrapped(rust, bos, "<|eot_id|>", None, LLAMA3_TEMPLATE)
+
+
+def gemma_like() -> Any:
+    """BPE over `▁` with byte fallback; its special tokens are in the vocabulary, as in Llama 2 and Gemma."""
+    rust = sentencepiece_like().backend_tokenizer
+    rust.add_special_tokens(["<start_of_turn>", "<end_of_turn>"])
+    return _wrapped(rust, "<s>", "</s>", "<unk>", GEMMA_TEMPLATE)
+
+
+def unigram() -> Any:
+    """Unigram over `▁` with a normalizer that changes case, widths and accents."""
+    rust = RustTokenizer(models.Unigram())
+    rust.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    rust.decoder = decoders.Metaspace()
+    letters = [chr(code) for code in range(33, 127)]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", initial_alphabet=letters
+    )
+    rust.train_from_iterator(CORPUS, trainer)
+    add_bos(rust)
+    return _wrapped(rust, "<s>", "</s>", "<unk>", CHAT_TEMPLATE)
+
+
+def _wrapped(rust: RustTokenizer, bos: str, eos: str, unk: str | None, chat_template: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    unknown = {} if unk is None else {"unk_token": unk}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token=bos, eos_token=eos, chat_template=chat_template, **unknown
+    )

@@ -1,24 +1,26 @@
 """From an input row to the token ids of its prompt."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from difflib import get_close_matches
 from numbers import Integral
-from typing import Any
-
-import jinja2
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, TypeVar
 
 from pagedgen.config import PromptConfig
 from pagedgen.errors import RowError, UsageError
 from pagedgen.request import PromptRecord, Status
 from pagedgen.text.messages import as_messages, looks_like_messages
+from pagedgen.text.row_template import RowTemplate
+from pagedgen.text.sandbox import RenderLimit
+from pagedgen.text.special_tokens import GuardedEncoder, Marks, SpecialTokenError, SpecialTokens
 from pagedgen.text.tokenizer import Tokenizer
 
 # The first of these that a row has, and that is not null, is its prompt.
 PROMPT_COLUMNS = ("messages", "prompt", "prompt_token_ids")
+# Up to so many characters are tokenized in a moment, whatever they are.
+ENORMOUS = 1 << 20
 # Columns that hold the prompt in many public datasets, likeliest first.
 _LIKELY_COLUMNS = (
     "question",
@@ -35,13 +37,21 @@ _LIKELY_COLUMNS = (
     "chat",
 )
 
+_INTEGERS = frozenset({int})
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A prompt as text. is_chat: it is a rendered chat, which has all its special tokens already."""
+    """A prompt as text. is_chat: it is a rendered chat, which has all its special tokens already.
+
+    marks: what is in the text where the row's values spell special tokens, or could; None where they do not.
+    """
 
     text: str
     is_chat: bool
+    marks: Marks | None
 
 
 class PromptRenderer:
@@ -57,34 +67,60 @@ class PromptRenderer:
     The system text leads every chat that has no system message of its own. No prompt gets a second BOS: chats take
     theirs from the template, and a text that already begins with BOS gets none from the tokenizer.
 
+    What a row's values spell is text: only templates and the system text write special tokens, unless the configuration
+    allows it to all. A template that takes too long or too much memory costs its row only.
+
+    on_note: called once, with a sentence for the user, when the first row spells a special token that is read as text.
+    now: the moment that chat templates write the date of; None is the time of this call. max_tokens: the most tokens a
+    prompt may have, for telling enormous ones without tokenizing them; None is to tokenize all.
     Raises UsageError when the template cannot be parsed, or the system text would have no place.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: PromptConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: PromptConfig,
+        on_note: Callable[[str], None] | None = None,
+        now: datetime | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         self._config = config
+        self._on_note = on_note
+        moment = datetime.now() if now is None else now
+        self._render_chat = tokenizer.chat_renderer(lambda: moment)
+        self._limit = RenderLimit()
         self._wraps_text = tokenizer.has_chat_template and not config.raw
-        self._template = None if config.template is None else _compile(config.template)
+        guards = bool(tokenizer.special_tokens) and not config.allow_special_tokens
+        self._specials = SpecialTokens(tokenizer.special_tokens, tokenizer.normalize) if guards else None
+        self._encoder: GuardedEncoder | None = None
+        self._surroundings = "\n".join([config.system or "", config.template or "", tokenizer.chat_template_text])
+        self._template = None if config.template is None else RowTemplate(config.template, self._specials)
         _check_system(config, tokenizer.has_chat_template)
 
     def render_batch(self, records: Sequence[PromptRecord]) -> list[tuple[int, ...] | RowError]:
         """Prompt token ids of each row, in order, or why the row has none (BAD_ROW or TEMPLATE_ERROR)."""
         outcomes: list[tuple[int, ...] | RowError | None] = [None] * len(records)
         texts: dict[int, _Text] = {}
-        for i, record in enumerate(records):
-            try:
-                draft = self._draft(record)
-                if isinstance(draft, _Text):
-                    texts[i] = draft
-                else:
-                    outcomes[i] = draft
-            except RowError as error:
-                outcomes[i] = error
+        with self._limit.active():
+            for i, record in enumerate(records):
+                try:
+                    draft = self._draft(record)
+                    if isinstance(draft, _Text):
+                        texts[i] = draft
+                    else:
+                        outcomes[i] = draft
+                except RowError as error:
+                    outcomes[i] = error
         for is_chat in (True, False):
-            chosen = [i for i, draft in texts.items() if draft.is_chat is is_chat]
+            chosen = [i for i, draft in texts.items() if draft.is_chat is is_chat and draft.marks is None]
             encoded = self._tokenizer.encode_each([texts[i].text for i in chosen], add_special_tokens=not is_chat)
             for i, ids in zip(chosen, encoded, strict=True):
                 outcomes[i] = self._checked(ids, records[i])
+        for i, draft in texts.items():
+            if draft.marks is not None:
+                outcomes[i] = self._checked(self._encode_guarded(draft, draft.marks), records[i])
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _draft(self, record: PromptRecord) -> _Text | tuple[int, ...]:
@@ -92,19 +128,58 @@ class PromptRenderer:
         if record.error is not None:
             raise RowError(Status.BAD_ROW, record.error)
         if self._template is not None:
-            return self._text(_render(self._template, record), "the template's result", record)
+            text, marks = self._from_template(self._template, record)
+            return self._text(text, "the template's result", record, marks)
         column, value = self._find(record)
         if column == "prompt_token_ids":
             return self._token_ids(value, record)
         if column == "messages" or looks_like_messages(value):
-            return self._chat(as_messages(value, column, record.where), record)
+            messages = as_messages(value, column, record.where)
+            return self._chat(*self._guarded(messages, record), record)
         if not isinstance(value, str):
             raise RowError(
                 Status.BAD_ROW,
                 f"{record.where}: {column} must be a text or a list of messages, not {type(value).__name__}; "
                 f"to use other values as text, write --template '{{{{ {column} }}}}'",
             )
-        return self._text(value, column, record)
+        text, marks = self._guarded(value, record)
+        return self._text(text, column, record, marks)
+
+    def _guarded(self, value: T, record: PromptRecord) -> tuple[T, Marks | None]:
+        """The row's value, marked if need be."""
+        if self._specials is None or not self._specials.is_suspicious(value):
+            return value, None
+        marks = self._marks_for(value, record)
+        return self._specials.marked(value, marks), marks
+
+    def _marks_for(self, value: object, record: PromptRecord) -> Marks:
+        assert self._specials is not None, "there are no special tokens"
+        spelled = self._specials.find(value)
+        if spelled is not None and self._on_note is not None:
+            self._on_note(
+                f"{record.where} spells the special token {spelled}, which is read as text; "
+                "pass --allow-special-tokens if it is meant as the token"
+            )
+            self._on_note = None
+        try:
+            return self._specials.marks_for(value, self._surroundings)
+        except SpecialTokenError as error:
+            raise _inseparable(error, record) from None
+
+    def _from_template(self, template: RowTemplate, record: PromptRecord) -> tuple[str, Marks | None]:
+        """The text that the user's template makes of a row."""
+        values, marks, suspicious = template.values(record.columns), None, False
+        if self._specials is not None:
+            suspicious = self._specials.is_suspicious(values)
+            if suspicious or self._specials.is_hinted(values):
+                marks = self._marks_for(values, record)
+        try:
+            if marks is None:
+                return self._limit.run(template.render, record.columns), None
+            text = self._limit.run(template.render_marked, record.columns, marks)
+        except Exception as error:  # a template is a program and may raise anything
+            raise RowError(Status.TEMPLATE_ERROR, f"{record.where}: the template fails: {_reason(error)}") from error
+        return text, marks if suspicious or marks.are_in(text) else None
 
     def _find(self, record: PromptRecord) -> tuple[str, Any]:
         """The column that holds the row's prompt, and its value."""
@@ -117,14 +192,16 @@ class PromptRenderer:
         names = wanted[0] if len(wanted) == 1 else "any of " + ", ".join(wanted)
         raise RowError(Status.BAD_ROW, f"{record.where}: the row has no value in {names}")
 
-    def _text(self, text: str, name: str, record: PromptRecord) -> _Text:
-        if not text and (self._wraps_text or not self._tokenizer.adds_bos):
+    def _text(self, text: str, name: str, record: PromptRecord, marks: Marks | None) -> _Text:
+        wraps = self._wraps_text and not record.raw
+        if not text and (wraps or not self._tokenizer.adds_bos):
             raise RowError(Status.BAD_ROW, f"{record.where}: {name} is empty")
-        if self._wraps_text:
-            return self._chat([{"role": "user", "content": text}], record)
-        return _Text(_encodable(text, record), is_chat=False)
+        if wraps:
+            return self._chat([{"role": "user", "content": text}], marks, record)
+        self._refuse_enormous(len(text), record)
+        return _Text(_encodable(text, record), is_chat=False, marks=marks)
 
-    def _chat(self, messages: list[dict[str, Any]], record: PromptRecord) -> _Text:
+    def _chat(self, messages: list[dict[str, Any]], marks: Marks | None, record: PromptRecord) -> _Text:
         if self._config.raw:
             raise RowError(Status.BAD_ROW, f"{record.where}: --raw sends texts as they are, but the row holds a chat")
         if not self._tokenizer.has_chat_template:
@@ -134,13 +211,27 @@ class PromptRenderer:
             )
         if self._config.system is not None and all(m["role"] not in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self._config.system}, *messages]
+        self._refuse_enormous(sum(len(message.get("content", "")) for message in messages), record)
+        continued = messages[-1]["role"] == "assistant"
         try:
-            text = self._tokenizer.render_chat(messages, continue_final_message=messages[-1]["role"] == "assistant")
+            text = self._limit.run(self._render_chat, messages, continued)
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RowError(
                 Status.TEMPLATE_ERROR, f"{record.where}: the model's chat template refuses the chat: {_reason(error)}"
             ) from error
-        return _Text(_encodable(text, record), is_chat=True)
+        return _Text(_encodable(text, record), is_chat=True, marks=marks)
+
+    def _refuse_enormous(self, length: int, record: PromptRecord) -> None:
+        """Raises RowError for so many characters that they cannot be few enough tokens: rendering and tokenizing tens
+        of megabytes takes long, and gigabytes of memory."""
+        if self._max_tokens is None or length <= ENORMOUS:
+            return
+        if length > self._tokenizer.most_characters(self._max_tokens):
+            raise RowError(
+                Status.TOO_LONG,
+                f"{record.where}: the prompt has {length:,} characters, more than {self._max_tokens:,} tokens hold; "
+                "shorten it, or pass --on-too-long truncate-left",
+            )
 
     def _token_ids(self, value: object, record: PromptRecord) -> tuple[int, ...]:
         if isinstance(value, str):
@@ -151,6 +242,8 @@ class PromptRenderer:
         if not isinstance(value, list | tuple) or not value:
             raise RowError(Status.BAD_ROW, f"{record.where}: prompt_token_ids must be a list of token ids, not empty")
         limit = self._tokenizer.vocab_size
+        if _INTEGERS.issuperset(map(type, value)) and min(value) >= 0 and max(value) < limit:
+            return tuple(value)
         for item in value:
             if isinstance(item, bool) or not isinstance(item, Integral) or not 0 <= int(item) < limit:
                 raise RowError(
@@ -159,7 +252,18 @@ class PromptRenderer:
                 )
         return tuple(map(int, value))
 
+    def _encode_guarded(self, draft: _Text, marks: Marks) -> list[int] | Exception:
+        assert self._specials is not None, "only a guarded prompt has marks"
+        if self._encoder is None:  # a second for a large vocabulary, so only where it is needed
+            self._encoder = GuardedEncoder(self._tokenizer, self._specials)
+        try:
+            return self._encoder.encode(draft.text, marks, add_special_tokens=not draft.is_chat)
+        except Exception as error:  # tokenizers of different kinds raise anything
+            return error
+
     def _checked(self, ids: list[int] | Exception, record: PromptRecord) -> tuple[int, ...] | RowError:
+        if isinstance(ids, SpecialTokenError):
+            return _inseparable(ids, record)
         if isinstance(ids, Exception):
             return RowError(Status.BAD_ROW, f"{record.where}: the prompt cannot be tokenized: {_reason(ids)}")
         if not ids:
@@ -177,8 +281,7 @@ def require_prompt_column(columns: Iterable[str], config: PromptConfig) -> None:
     names = list(columns)
     there = "The input has the columns " + ", ".join(names) if names else "The input has no columns"
     if config.template is not None:
-        _compile(config.template)
-        used = _template_variables(config.template)
+        used = RowTemplate(config.template).variables
         if used and not used & {*names, "row"}:
             raise UsageError(f"{there}, but --template uses only {', '.join(sorted(used))}.")
         return
@@ -209,36 +312,12 @@ def _likely_column(names: list[str]) -> str | None:
     return next((lowered[likely] for likely in (*PROMPT_COLUMNS, *_LIKELY_COLUMNS) if likely in lowered), None)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_no_null)
-
-
-def _no_null(value: object) -> object:
-    """A null would be printed as `None`, in the middle of a prompt."""
-    if value is None:
-        raise jinja2.TemplateRuntimeError("it prints a null value; give a default, like {{ column or '' }}")
-    return value
-
-
-def _compile(source: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(f"--template cannot be parsed: {error.message} (line {error.lineno}).") from error
-
-
-def _template_variables(source: str) -> set[str]:
-    environment = _environment()
-    return jinja2.meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
-
-
-def _render(template: jinja2.Template, record: PromptRecord) -> str:
-    """The template over the row's columns; `row` is all of them, for names that are no Jinja names."""
-    columns: Mapping[str, Any] = {"row": record.columns, **record.columns}
-    try:
-        return template.render(columns)
-    except Exception as error:  # a template is a program and may raise anything
-        raise RowError(Status.TEMPLATE_ERROR, f"{record.where}: the template fails: {_reason(error)}") from error
+def _inseparable(error: SpecialTokenError, record: PromptRecord) -> RowError:
+    return RowError(
+        Status.BAD_ROW,
+        f"{record.where}: the special token {error} cannot be kept apart from text that spells it; "
+        "pass --allow-special-tokens if it is meant as the token",
+    )
 
 
 def _encodable(text: str, record: PromptRecord) -> str:

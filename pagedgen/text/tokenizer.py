@@ -3,16 +3,23 @@
 Transformers is imported inside `Tokenizer.load`, so that importing this module stays cheap.
 """
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from pagedgen.errors import PagedgenError
+from pagedgen.text.chat_templates import RenderChat, chat_renderer
 
 # What this module calls on the Rust tokenizer directly is only equal to transformers where a class keeps these methods.
 _METHODS_TO_KEEP = ("__call__", "_encode_plus", "decode", "_decode", "convert_tokens_to_string")
+
+# What normalizers change: case, width, accents and characters that are not seen.
+_SAMPLE = "Aa\uff1c\uff5c\u00c9e\u0301\u200b\u00ad\x01\u0130"
 
 
 class Tokenizer:
@@ -24,6 +31,8 @@ class Tokenizer:
     eos_token_ids: the tokenizer's own end token, if any; the generation config may name more.
     adds_bos: whether `add_special_tokens=True` puts the BOS token in front of a text.
     special_ids: ids that `decode` skips.
+    special_tokens: text -> id of the special tokens that `encode_batch` finds written out in a text. Not among them
+        are added tokens that are not special, such as `<think>`, and byte tokens, which stand for their byte anyway.
     byte_values: id -> byte, for the `<0x00>` .. `<0xFF>` tokens of vocabularies with byte fallback.
     """
 
@@ -38,18 +47,22 @@ class Tokenizer:
         special = {i for i, token in added.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(special | set(hf_tokenizer.all_special_ids))
         self.byte_values: Mapping[int, int] = self._find_byte_tokens()
+        self.special_tokens: Mapping[str, int] = self._find_special_tokens(added)
+        self._longest_token: int | None = None
+        self._render_chat = self.chat_renderer(datetime.now)
         template = hf_tokenizer.chat_template
         self.has_chat_template: bool = "default" in template if isinstance(template, dict) else bool(template)
         self.adds_bos: bool = self._encode([""], add_special_tokens=True)[0][:1] == [self.bos_token_id]
 
     @classmethod
-    def load(cls, path: str) -> "Tokenizer":
+    def load(cls, path: str, trust_remote_code: bool = False) -> "Tokenizer":
         """Loads the tokenizer of a local model folder or a Hub id.
 
-        Raises PagedgenError, in one sentence, when there is none or it cannot be read.
+        trust_remote_code: run the Python code that comes with the tokenizer's files, where it needs it. Raises
+        PagedgenError, in one sentence, when there is none or it cannot be read.
         """
         try:
-            return cls(_load_transformers_tokenizer(path))
+            return cls(_load_transformers_tokenizer(path, trust_remote_code))
         except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError and Rust's own
             reason = shorten(str(error), 300) or type(error).__name__
             raise PagedgenError(f"The tokenizer of {path} cannot be loaded: {reason}") from error
@@ -57,8 +70,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text; with add_special_tokens the ones the tokenizer adds by default, but no second BOS.
 
-        Special tokens written out in a text are parsed, as the tokenizer does by default. This is the one place where
-        every prompt's text becomes ids, so it is here that they would be read as plain text instead.
+        Special tokens written out in a text are parsed, as the tokenizer does by default; texts in which some of them
+        are not to be parsed are for `special_tokens.GuardedEncoder`.
         """
         if not texts:
             return []
@@ -86,6 +99,12 @@ class Tokenizer:
             return ""
         return str(self._hf.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def most_characters(self, num_tokens: int) -> int:
+        """More characters than a text of `num_tokens` tokens can have, whatever a normalizer drops."""
+        if self._longest_token is None:
+            self._longest_token = max(len(self.token_string(i)) for i in range(self.vocab_size))
+        return 4 * self._longest_token * num_tokens
+
     def token_string(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token, like `Ġsea`; empty for an id that it does not have."""
         if not 0 <= token_id < self.vocab_size:
@@ -99,13 +118,57 @@ class Tokenizer:
         It ends where an assistant's answer begins, or, with continue_final_message, in the last message, left open.
         Raises what the template raises (jinja2.TemplateError, ValueError, TypeError, ...).
         """
-        text: str = self._hf.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=not continue_final_message,
-            continue_final_message=continue_final_message,
-        )
-        return text
+        return self._render_chat(messages, continue_final_message)
+
+    def chat_renderer(self, now: Callable[[], datetime]) -> RenderChat:
+        """Like `render_chat`, for templates that write the date: `now` gives the moment for it."""
+        return chat_renderer(self._hf, now)
+
+    @property
+    def chat_template_text(self) -> str:
+        """The source of the chat templates, empty where there is none."""
+        template = self._hf.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def backend_json(self) -> str | None:
+        """The Rust tokenizer in the format of `tokenizer.json`; None where there is none or it holds Python code."""
+        try:
+            return None if self._rust is None else str(self._rust.to_str())
+        except Exception:  # a component in Python has no JSON, and Rust's error for it has no type of its own
+            return None
+
+    @property
+    def normalize(self) -> Callable[[str], str] | None:
+        """What is done to a text before it is tokenized, where that is more than to write spaces in another way."""
+        normalizer = None if self._rust is None else self._rust.normalizer
+        # One that keeps these keeps all that special tokens are made of.
+        if normalizer is None or _SAMPLE in normalizer.normalize_str(_SAMPLE):
+            return None
+        return lambda text: str(normalizer.normalize_str(text))
+
+    @property
+    def unknown_token(self) -> str | None:
+        """The token that stands for what the vocabulary does not have."""
+        token: str | None = self._hf.unk_token
+        return token
+
+    @functools.cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that `add_special_tokens=True` puts before and after those of a text."""
+        plain, whole = self._encode(["a"], False)[0], self._encode(["a"], True)[0]
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), len(whole))
+        return whole[:at], whole[at + len(plain) :]
+
+    def encode_literally(self, text: str) -> list[int]:
+        """Token ids of a text in which no special token is parsed, and to which none is added."""
+        if self._rust is None:
+            ids: list[int] = self._hf(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            return ids
+        self._rust.encode_special_tokens = True
+        try:
+            return list(self._rust.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._rust.encode_special_tokens = False
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         if self._rust is not None:
@@ -122,6 +185,13 @@ class Tokenizer:
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+    def _find_special_tokens(self, added: Mapping[int, Any]) -> dict[str, int]:
+        if self._hf.split_special_tokens:  # this tokenizer parses none
+            return {}
+        found = {token.content: i for i, token in added.items() if token.special}
+        found |= zip(self._hf.all_special_tokens, self._hf.all_special_ids, strict=True)
+        return {text: i for text, i in found.items() if text and not re.fullmatch(r"<0x[0-9A-F]{2}>", text)}
 
     def _find_byte_tokens(self) -> dict[int, int]:
         values: dict[int, int] = {}
@@ -152,7 +222,7 @@ def _plain_rust_tokenizer(hf_tokenizer: Any) -> Any | None:
     return rust
 
 
-def _load_transformers_tokenizer(path: str) -> Any:
+def _load_transformers_tokenizer(path: str, trust_remote_code: bool) -> Any:
     if _is_plain_folder(Path(path)):
         # 0.25 s instead of 0.65: AutoTokenizer comes to the same class, but imports every model's configuration first.
         from transformers import TokenizersBackend
@@ -160,7 +230,7 @@ def _load_transformers_tokenizer(path: str) -> Any:
         return TokenizersBackend.from_pretrained(path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _is_plain_folder(folder: Path) -> bool:
