@@ -93,7 +93,7 @@ def test_supported(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"model_type": "own_model", "auto_map": {"AutoConfig": "own.Config"}}, "trust_remote_code"),
+        ({"model_type": "own_model", "auto_map": {"AutoConfig": "own.Config"}}, "--trust-remote-code"),
         ({"model_type": "not_yet_known"}, "does not know its architecture \\(not_yet_known\\)"),
         ({"hidden_size": 8}, "config.json"),
         ({"model_type": "llama", "hidden_size": "wide"}, "no usable llama config"),

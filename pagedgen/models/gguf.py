@@ -197,7 +197,9 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     kind, split = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2" and split != "smollm" and split not in _PLAIN_PRE_TOKENIZERS | _known_splits():
         raise file.refuse(f"its tokenizer splits text in a way ({split}) that cannot be rebuilt")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+        file.path.parent, gguf_file=file.path.name, trust_remote_code=False
+    )
     if split == "smollm":
         # SmolLM's merges were learned with every digit on its own, which transformers leaves out
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -22,6 +22,11 @@ from pagedgen.models.hook import ATTENTION_NAME, AttentionCall, PagedCall, Probe
 from pagedgen.models.linear import pack_linears
 from pagedgen.models.long_rope import fold_lengths, follow_lengths
 
+# What `transformers` raises in loading and in running a model; code that comes with a model raises anything.
+_DAMAGES = (OSError, ValueError, LookupError, RuntimeError, ImportError)
+_MISFITS = (UnusableModel, RuntimeError, TypeError, AttributeError, LookupError, ValueError)
+_ANYTHING = (Exception,)
+
 
 class HookModel:
     """A `transformers` decoder over the paged cache; see `Model` for its calls. `forward` returns logits already."""
@@ -126,16 +131,20 @@ def _check_windows(config: Any, probe: Probe) -> None:
             raise UnusableModel("it does not tell its attention layers about its sliding window")
 
 
-def load_hf_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> HookModel:
-    """Load and self-check a model. Raises PagedgenError, naming it, when the hook does not fit it."""
+def load_hf_model(
+    name: str, folder: Path, dtype: torch.dtype, device: torch.device, own_code: bool = False
+) -> HookModel:
+    """Load and self-check a model, with own_code by the Python code that comes with it. Raises PagedgenError, naming
+    it, when it cannot be loaded or the hook does not fit it."""
     from pagedgen.models.self_check import self_check
 
     register_attention()
-    module = _load_module(name, folder, dtype).to(device).eval().requires_grad_(False)
+    module = _load_module(name, folder, dtype, own_code).to(device).eval().requires_grad_(False)
+    misfits = _ANYTHING if own_code else _MISFITS
     try:
         model = HookModel(name, module, dtype, device)
         self_check(model, choose_backend(device))
-    except (UnusableModel, RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+    except misfits as error:
         raise PagedgenError(
             f"{name} cannot run in pagedgen: the attention hook does not fit its architecture "
             f"({module.config.model_type}): {' '.join(str(error).split())}; choose another model"
@@ -143,17 +152,23 @@ def load_hf_model(name: str, folder: Path, dtype: torch.dtype, device: torch.dev
     return model
 
 
-def _load_module(name: str, folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load_module(name: str, folder: Path, dtype: torch.dtype, own_code: bool) -> Any:
+    import transformers
     from transformers.utils import logging
 
     had_progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    damages = _ANYTHING if own_code else _DAMAGES
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", trust_remote_code=own_code, use_safetensors=True
+        )
+    except damages as error:
         reason = " ".join(str(error).split())
-        raise PagedgenError(f"{name} cannot be loaded by transformers ({reason}); check the model's files") from error
+        code = f", and whether its code is for transformers {transformers.__version__}" if own_code else ""
+        raise PagedgenError(
+            f"{name} cannot be loaded by transformers ({reason}); check the model's files{code}"
+        ) from error
     finally:
         if had_progress_bar:
             logging.enable_progress_bar()

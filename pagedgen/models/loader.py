@@ -1,7 +1,6 @@
 """From a model's name to a loaded model, with everything that can go wrong found before the weights are read."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,15 +35,18 @@ class LoadedModel:
     hf_config: Any
 
 
-def check_model(source: ModelSource) -> None:
-    """Raise PagedgenError for a model that cannot run, without reading or downloading its weights."""
+def check_model(source: ModelSource, trust_remote_code: bool = False) -> None:
+    """Raise PagedgenError for a model that cannot run, without reading or downloading its weights. No code that comes
+    with it is run unless it is trusted and needed."""
     if source.kind == "gguf":
         from pagedgen.models.gguf import check_gguf
 
         assert source.path is not None
         check_gguf(source.path)
     else:
-        check_supported(sources.read_config(sources.fetch_config(source), source.name), source.name)
+        folder = sources.fetch_config(source, trust_remote_code)
+        config = sources.read_config(folder, source.name, trust_remote_code)
+        check_supported(config, source.name, sources.needs_own_code(folder))
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -53,7 +55,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raises PagedgenError (or UsageError for the device) in one sentence, before any weights are read wherever it can be
     known by then.
     """
-    source = resolve_model(config.model)
+    source, own_code = resolve_model(config.model), False
     device = resolve_device(config.device)
     if source.kind == "gguf":
         from pagedgen.models.gguf import checkpoint_dtype, convert_gguf, read_converted_config
@@ -64,25 +66,21 @@ def load_model(config: EngineConfig) -> LoadedModel:
         hf_config = read_converted_config(folder)
         checkpoint = Checkpoint(folder)
     else:
-        check_model(source)
-        folder = sources.fetch(source)
-        hf_config = sources.read_config(folder, source.name)
+        check_model(source, config.trust_remote_code)
+        folder = sources.fetch(source, config.trust_remote_code)
+        hf_config = sources.read_config(folder, source.name, config.trust_remote_code)
+        own_code = sources.needs_own_code(folder)
         checkpoint = Checkpoint(folder)
         dtype = resolve_dtype(config.dtype, _checkpoint_dtype(hf_config, checkpoint), device)
     check_length(config.max_model_len, hf_config)
     check_memory(source.name, _weight_bytes(hf_config, checkpoint, dtype, device), device)
-    model = _load(source.name, folder, hf_config, checkpoint, dtype, device)
+    if own_code or not is_native(hf_config):
+        from pagedgen.models.hf import load_hf_model
+
+        model: Model = load_hf_model(source.name, folder, dtype, device, own_code)
+    else:
+        model = LlamaModel(source.name, hf_config, checkpoint, dtype, device)
     return LoadedModel(model, str(folder), sources.read_generation_config(folder), hf_config)
-
-
-def _load(
-    name: str, folder: Path, hf_config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> Model:
-    if is_native(hf_config):
-        return LlamaModel(name, hf_config, checkpoint, dtype, device)
-    from pagedgen.models.hf import load_hf_model
-
-    return load_hf_model(name, folder, dtype, device)
 
 
 def _checkpoint_dtype(hf_config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -93,6 +91,7 @@ def _checkpoint_dtype(hf_config: Any, checkpoint: Checkpoint) -> torch.dtype:
 def _weight_bytes(hf_config: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
     """What the loaded weights will occupy: on a CPU a tied head is a packed copy of the embedding."""
     parameters = checkpoint.num_parameters()
-    if device.type == "cpu" and hf_config.tie_word_embeddings and "lm_head.weight" not in checkpoint:
-        parameters += hf_config.vocab_size * hf_config.hidden_size
+    is_tied = getattr(hf_config, "tie_word_embeddings", False) and "lm_head.weight" not in checkpoint
+    if device.type == "cpu" and is_tied:  # a config of its own code may name its sizes otherwise
+        parameters += getattr(hf_config, "vocab_size", 0) * getattr(hf_config, "hidden_size", 0)
     return parameters * dtype.itemsize

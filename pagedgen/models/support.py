@@ -43,16 +43,17 @@ _OTHER_MODALITIES = ("vision_config", "audio_config", "text_config", "speech_con
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 
 
-def check_supported(config: Any, name: str) -> None:
-    """Raise PagedgenError, naming the model and the reason, when the `transformers` config is one that cannot run."""
-    if (reason := _unsupported(config)) is not None:
+def check_supported(config: Any, name: str, own_code: bool = False) -> None:
+    """Raise PagedgenError, naming the model and the reason, when the `transformers` config is one that cannot run.
+    own_code: the model is implemented by code that comes with it."""
+    if (reason := _unsupported(config, own_code)) is not None:
         raise PagedgenError(
             f"{name} cannot run in pagedgen: {reason}; choose a decoder-only text model with rotary, learned or no "
             "position embeddings"
         )
 
 
-def _unsupported(config: Any) -> str | None:
+def _unsupported(config: Any, own_code: bool) -> str | None:
     kind = config.model_type
     layer_kinds = _layer_kinds(config)
     if kind in _STATE_SPACE or any(x not in _ATTENTION_LAYERS | {"chunked_attention"} for x in layer_kinds):
@@ -68,6 +69,9 @@ def _unsupported(config: Any) -> str | None:
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         return f"its weights are quantized ({method}), which only GGUF files may be"
+    if own_code:
+        has_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
+        return None if has_class else "the code that comes with it names no AutoModelForCausalLM"
     return None if kind in MODEL_TYPES and not config.architectures else _no_causal_class(config)
 
 
