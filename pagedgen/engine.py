@@ -1,9 +1,10 @@
 """The engine: composes the policy half (scheduling) and the device half (execution)."""
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
 from pagedgen.execution.attention import choose_backend
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import naming_memory, size_pool
+from pagedgen.execution.memory import free_unused_memory, is_out_of_memory, naming_memory, size_pool
 from pagedgen.execution.runner import ModelRunner
 from pagedgen.models.loader import load_model
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids, validate_params
@@ -23,7 +24,7 @@ from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.scheduler import Scheduler
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
 from pagedgen.stats.types import RunInfo, StepSample
-from pagedgen.step import SlotArrays, StepPlan
+from pagedgen.step import SlotArrays, StepPlan, StepResult
 from pagedgen.text.stop import StopChecker
 from pagedgen.text.tokenizer import Tokenizer
 from pagedgen.units import format_bytes
@@ -32,10 +33,22 @@ from pagedgen.units import format_bytes
 TOKENIZE_BATCH = 64
 
 
+@dataclass(frozen=True, slots=True)
+class _CheckedParams:
+    """A request's parameters as they were given and as they were found to be, the ids that end its completions, and the
+    token sequences of its bad words."""
+
+    given: SamplingParams
+    params: SamplingParams
+    end_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
+
+
 class Engine:
     """Generates completions for a stream of requests with continuous batching over one paged KV pool.
 
-    on_phase is called with a word on what the start-up is doing; on_step with a StepSample after every step.
+    on_phase is called with a word on what the start-up is doing; on_step with a StepSample after every step that did
+    not run out of memory; on_note with a sentence when steps have to become smaller than ever, because one did.
 
     Raises PagedgenError when the model cannot be loaded or the memory does not suffice, UsageError for a wrong setting.
     """
@@ -46,16 +59,17 @@ class Engine:
         *,
         on_phase: Callable[[str], None] | None = None,
         on_step: Callable[[StepSample], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self._on_step = on_step
+        self._on_step, self._on_note = on_step, on_note or (lambda _: None)
         phase = on_phase or (lambda _: None)
         phase("loading the model")
         loaded = load_model(config)
         self.model = loaded.model
         self.spec = spec = loaded.model.spec
         self.generation_config = loaded.generation_config
-        self.tokenizer = Tokenizer.load(loaded.tokenizer_path)
+        self.tokenizer = Tokenizer.load(loaded.tokenizer_path, config.trust_remote_code)
         stated = loaded.generation_config.get("eos_token_id", getattr(loaded.hf_config, "eos_token_id", None))
         end_ids = merge_eos_token_ids(stated, self.tokenizer.eos_token_ids)
         self.end_ids = frozenset(token_id for token_id in end_ids if 0 <= token_id < spec.vocab_size)
@@ -72,6 +86,7 @@ class Engine:
             self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)
             self.blocks = BlockManager(num_blocks, self.state, config.prefix_cache and not spec.kv_depends_on_length)
         self.scheduler = Scheduler(self.state, self.blocks, config.max_batch_tokens)
+        self._last_checked: _CheckedParams | None = None
 
     @property
     def info(self) -> RunInfo:
@@ -88,21 +103,29 @@ class Engine:
         )
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Complete the requests and yield each completion as it finishes, so not in their order.
+        """The completions of `complete`, one by one; those of one request come together."""
+        with contextlib.closing(self.complete(requests)) as completed:
+            for completions in completed:
+                yield from completions
+
+    def complete(self, requests: Iterable[Request]) -> Generator[list[Completion]]:
+        """Complete the requests and yield all completions of each as soon as it ends, so not in the requests' order.
 
         Requests are pulled as they are needed: memory does not grow with their number. A request that cannot be
-        completed yields a Completion with a status other than `ok`. Only one `generate` may be under way at a time.
+        completed yields one Completion with a status other than `ok`. Only one `complete` or `generate` may be under
+        way at a time; one that ends early, by an error or by being closed, forgets its requests.
         """
         if self.scheduler.has_work:
             raise RuntimeError("another generate() of this engine is still under way; close it first")
         source = iter(requests)
         try:
             while True:
-                yield from self._fill(source)
+                for refused in self._fill(source):
+                    yield [refused]
                 if not self.scheduler.has_work:
                     return
                 for group in self._step():
-                    yield from (self._completion(sequence) for sequence in group.sequences)
+                    yield [self._completion(sequence) for sequence in group.sequences]
         finally:
             self.scheduler.abort()
 
@@ -114,8 +137,9 @@ class Engine:
         assert plan is not None, "a step was asked for, but there is no work"
         scheduled = time.perf_counter()
         memory = self._memory(plan)
-        with naming_memory(f"a step of {plan.num_tokens} tokens"):
-            result = self.runner.execute(plan, self.state)
+        result = self._execute(plan)
+        if result is None:
+            return self._take_back(plan)
         executed = time.perf_counter()
         finished = self.scheduler.update(plan, result)
         if self._on_step is not None:
@@ -140,6 +164,26 @@ class Engine:
                 )
             )
         return finished
+
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        """None when the step ran out of memory."""
+        try:
+            return self.runner.execute(plan, self.state)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        free_unused_memory(self.spec.device)  # only here is the error gone, whose frames held the step's tensors
+        return None
+
+    def _take_back(self, plan: StepPlan) -> list[SequenceGroup]:
+        """Go on after a step that ran out of memory; the groups that it ends."""
+        budget = self.scheduler.budget
+        least = budget.least
+        ended = self.scheduler.step_failed(plan)
+        if budget.least < least:
+            tokens = "1 token" if plan.num_tokens == 1 else f"{plan.num_tokens} tokens"
+            self._on_note(f"a step of {tokens} ran out of memory; going on with {budget.tokens}")
+        return ended
 
     def _memory(self, plan: StepPlan) -> dict[str, int]:
         """The blocks while the step's sequences hold them; each token of the step fills one more slot."""
@@ -176,32 +220,49 @@ class Engine:
     def _group(self, request: Request, prompt: Collection[int]) -> SequenceGroup:
         """Raises RowError with status bad_row, too_long or unfit when the request cannot be run."""
         try:
-            params = validate_params(request.params or self.default_params)
+            checked = self._check_params(request.params or self.default_params)
             beam = None if request.beam is None else validate_beam(request.beam)
         except ValueError as error:
             raise RowError(Status.BAD_ROW, str(error)) from None
-        self._check_vocabulary(params)
+        params = checked.params
         if beam is not None:  # what only a draw could follow
             params = replace(params, n=1, logprobs=None, prompt_logprobs=None)
         token_ids = self._fit(self._token_ids(prompt), params)
         max_total = self._max_total(len(token_ids), params, beam)
-        end_ids = frozenset(params.stop_token_ids) if params.ignore_eos else self.end_ids | set(params.stop_token_ids)
         sequence = Sequence(
             request=request,
             params=params,
             token_ids=token_ids,
             num_prompt=len(token_ids),
             max_total=max_total,
-            end_ids=end_ids,
+            end_ids=checked.end_ids,
             key=random_key(params.seed, str(request.id), 0),
             stop_checker=StopChecker(self.tokenizer, params.stop, params.min_tokens) if params.stop else None,
-            bad_words=self._bad_words(params),
+            bad_words=checked.bad_words,
         )
         if beam is None:
             return SequenceGroup([sequence])
-        search = BeamSearch(beam, len(token_ids), max_total - len(token_ids), len(end_ids))
+        search = BeamSearch(beam, len(token_ids), max_total - len(token_ids), len(checked.end_ids))
         sequence.num_continuations = search.num_continuations
         return SequenceGroup([sequence], search)
+
+    def _check_params(self, given: SamplingParams) -> _CheckedParams:
+        """Most requests of a job share one object, so the last one is remembered.
+
+        Raises ValueError or RowError when the parameters cannot be used.
+        """
+        last = self._last_checked
+        if last is not None and last.given is given:
+            return last
+        params = validate_params(given)
+        self._check_vocabulary(params)
+        end_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_ids |= self.end_ids
+        checked = _CheckedParams(given, params, end_ids, self._bad_words(params))
+        if given == params:  # otherwise it may hold a list, which may have other items the next time
+            self._last_checked = checked
+        return checked
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         """Raises RowError when a parameter goes beyond the model's vocabulary."""
@@ -263,7 +324,8 @@ class Engine:
         if not prompt:
             raise RowError(Status.BAD_ROW, "the prompt is empty; give it at least one token")
         given = np.array(list(prompt))
-        if given.dtype.kind not in "iu" or given.min() < 0 or given.max() >= self.spec.vocab_size:
+        # Python's own min and max: numpy's take longer to begin than a short prompt takes to go through.
+        if given.dtype.kind not in "iu" or min(prompt) < 0 or max(prompt) >= self.spec.vocab_size:
             raise RowError(
                 Status.BAD_ROW, f"the prompt's token ids must be whole numbers from 0 to {self.spec.vocab_size - 1}"
             )
@@ -292,6 +354,11 @@ class Engine:
         error = None
         if status is Status.NAN_LOGITS:
             error = f"the model's logits were NaN or all -inf at position {len(sequence.token_ids)}"
+        elif status is Status.OUT_OF_MEMORY:
+            error = (
+                f"it ran out of memory alone and one token at a time, at {len(sequence.token_ids)} tokens; free some "
+                "memory, lower --kv-memory, or shorten the prompt or --max-tokens"
+            )
         text = sequence.final_text
         if text is None and status is Status.OK:
             ended_by_id = sequence.finish_reason is FinishReason.STOP

@@ -10,6 +10,7 @@ from pagedgen.scheduling.scheduler import Scheduler
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup
 from pagedgen.step import Continuations, ExtraDraws, SlotArrays, StepPlan, StepResult
 
+SPOILED = -2
 NEXT = 1  # not a text: their hashes differ from one process to the next
 
 
@@ -81,6 +82,31 @@ class FakeDevice:
         return Continuations(best, logprobs[best])
 
 
+class FailingDevice(FakeDevice):
+    """Runs out of memory in the steps for which `fails(plan)`, after it has done half of them and spoiled the rest.
+
+    failed, failed_alone: how many did, and how many of these had a single token.
+    """
+
+    def __init__(self, num_blocks, block_size, fails, vocab_size=5):
+        super().__init__(num_blocks, block_size, vocab_size)
+        self.fails, self.failed, self.failed_alone = fails, 0, 0
+
+    def execute(self, plan, state):
+        if not self.fails(plan):
+            return super().execute(plan, state)
+        self.failed += 1
+        self.failed_alone += plan.num_tokens == 1
+        for i, (source, destination) in enumerate(plan.copies.tolist()):
+            self.memory[destination] = self.memory[source] if i % 2 else SPOILED
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        for i, (slot, start, count) in enumerate(rows):
+            self.write(state, slot, start, count)
+            for position in range(start, start + count) if i % 2 else ():
+                self.memory[state.block_table[slot, position // self.block_size], position % self.block_size] = SPOILED
+        raise MemoryError
+
+
 def make_scheduler(num_blocks, block_size, max_seqs=8, max_model_len=64, max_batch_tokens=32, prefix_cache=True):
     state = SlotArrays(max_seqs, max_model_len, block_size)
     blocks = BlockManager(num_blocks, state, prefix_cache)
@@ -126,15 +152,21 @@ def expected_tokens(prompt, max_tokens, end_ids=(), min_tokens=0, key=0, vocab_s
 
 
 def run_to_end(scheduler, device, limit=10_000, on_step=None):
-    """Step until all work is done, with `check()` after every operation; the finished groups."""
+    """Step until all work is done, with `check()` after every operation; the finished groups. A step in which the
+    device raises MemoryError is taken back."""
     finished = []
     for _ in range(limit):
         plan = scheduler.schedule()
         scheduler.check()
         if plan is None:
             return finished
-        assert plan.num_tokens <= scheduler.max_batch_tokens
-        finished += scheduler.update(plan, device.execute(plan, scheduler.state))
+        assert plan.num_tokens <= scheduler.budget.tokens
+        try:
+            result = device.execute(plan, scheduler.state)
+        except MemoryError:
+            finished += scheduler.step_failed(plan)
+        else:
+            finished += scheduler.update(plan, result)
         scheduler.check()
         if on_step is not None:
             on_step(plan)

@@ -68,6 +68,28 @@ def test_draws_differ_between_rows_and_seeds(engine):
     assert run(engine, same_prompt[:1])[0].token_ids != run(engine, requests_for([prompt], other))[0].token_ids
 
 
+def test_what_was_found_of_parameters_is_kept_for_the_same_unchanged_object_only(engine):
+    prompt = random_sequences([5])[0]
+
+    def tokens(params):
+        return run(engine, requests_for([prompt], params))[0].token_ids
+
+    held = {"temperature": 0.0, "ignore_eos": True}
+    seven = SamplingParams(max_tokens=2, logit_bias=((7, 1e6),), **held)
+    nine = SamplingParams(max_tokens=3, logit_bias=((9, 1e6),), **held)
+    assert [tokens(params) for params in (seven, nine, seven, seven)] == [(7, 7), (9, 9, 9), (7, 7), (7, 7)]
+    beyond = replace(seven, top_k=VOCAB_SIZE + 1)
+    for _ in range(2):
+        assert run(engine, requests_for([prompt], beyond))[0].status is Status.BAD_ROW
+    biases, ends = {7: 1e6}, [11]
+    mutable = SamplingParams(max_tokens=3, logit_bias=biases, stop_token_ids=ends, **held)
+    assert tokens(mutable) == (7, 7, 7)
+    ends.append(7)
+    assert tokens(mutable) == (7,)
+    biases[9] = 1e9
+    assert tokens(mutable) == (9, 9, 9)
+
+
 def test_the_path_that_runs_is_named(engine):
     from pagedgen_kernels import cpu
 

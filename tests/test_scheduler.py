@@ -12,8 +12,10 @@ from fake_device import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedgen.request import FinishReason, Status
+from pagedgen.request import FinishReason, SamplingParams, Status
 from pagedgen.scheduling.sequence import random_key
+from pagedgen.scheduling.slots import RunningSlots
+from pagedgen.step import SlotArrays
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 jobs = st.lists(
@@ -189,5 +191,23 @@ def test_the_head_of_the_queue_is_not_matched_again_before_blocks_are_released(m
     monkeypatch.setattr(scheduler.blocks, "match_prefix", lambda ids: matched.append(int(ids[0])) or match(ids))
     finished = run_to_end(scheduler, device)
     assert [group.sequences[0].key for group in finished] == [0, 1, 2]
-    # Once refused beside the one that runs, then fitted and started when it has finished.
-    assert matched == [0, 0, 1, 1, 1, 2, 2, 2]
+    # Once refused beside the one that runs, then started when it has finished.
+    assert matched == [0, 1, 1, 2, 2]
+
+
+def test_a_slot_holds_the_parameters_of_the_sequence_in_it():
+    state = SlotArrays(max_seqs=1, max_model_len=16, block_size=4)
+    slots = RunningSlots(state)
+    warm, cold = SamplingParams(temperature=0.5, top_k=3), SamplingParams(temperature=0.25, frequency_penalty=1.0)
+    many = range(20, 40)
+    for params, end_ids in [(warm, {1}), (warm, {1, 2}), (cold, {1, 2}), (cold, many), (cold, {3}), (warm, {3})]:
+        group = make_group([1, 2], end_ids=end_ids)
+        (sequence,) = group.sequences
+        sequence.params = params
+        slot = slots.occupy(sequence, group)
+        assert state.temperature[slot] == params.temperature
+        assert state.top_k[slot] == params.top_k
+        assert state.frequency_penalty[slot] == params.frequency_penalty
+        assert slots.watched[slot] == (end_ids is many)
+        assert {*slots.end_ids[slot].tolist()} - {-1} == (set() if end_ids is many else end_ids)
+        slots.vacate(sequence)

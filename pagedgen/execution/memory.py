@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,14 +59,28 @@ def _control_groups() -> list[Path]:
     return [group for group in (own, *own.parents) if group.is_relative_to(CONTROL_GROUPS)]
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory, the device's or the machine's, did not suffice."""
+    # On a CPU torch raises a plain RuntimeError; its allocator's name is all there is to tell it by.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more. An error that is still being handled keeps its frames' tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def naming_memory(what: str) -> Iterator[None]:
     """Turn running out of memory into a PagedgenError that says in what, and which settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # On a CPU torch raises a plain RuntimeError; its allocator's name is all there is to tell it by.
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        if is_out_of_memory(error):
             raise PagedgenError(
                 f"{what} ran out of memory; lower --kv-memory, --max-batch-tokens, --max-seqs or --max-model-len"
             ) from error

@@ -64,10 +64,9 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def next_prefix(self, token_ids: NDArray[np.int32]) -> tuple[int, bytes] | None:
-        """The first block of `token_ids` that is not in the prefix cache, as the key it would have there; None when
-        there is no such full block to match."""
-        blocks, _ = self.match_prefix(token_ids)
+    def next_prefix(self, token_ids: NDArray[np.int32], blocks: list[int]) -> tuple[int, bytes] | None:
+        """The first block of `token_ids` after `blocks`, which `match_prefix` found, as the key it would have in the
+        prefix cache; None when there is no such full block to match."""
         return self._prefix_key(self._node_of[blocks[-1]] if blocks else ROOT, token_ids[:-1], len(blocks))
 
     def prefix_under_way(self, slot: int) -> tuple[int, bytes] | None:
@@ -203,6 +202,8 @@ class BlockManager:
         assert all(self.fill[block] == self.block_size for block in self._key_of), "a block in the cache is not full"
 
     def _append_to_table(self, slot: int, blocks: list[int]) -> None:
+        if not blocks:
+            return
         start = int(self.state.num_blocks[slot])
         self.state.block_table[slot, start : start + len(blocks)] = blocks
         self.state.num_blocks[slot] = start + len(blocks)

@@ -13,9 +13,11 @@ from pagedgen.scheduling.slots import RunningSlots
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Running totals since the start, for the statistics. branchings: copies made of running sequences."""
+    """Running totals since the start, for the statistics. branchings: copies made of running sequences. out_of_memory:
+    steps that ran out of memory."""
 
     preemptions: int = 0
+    out_of_memory: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -47,10 +49,17 @@ class RunningGroups:
             self._order = np.array([s.slot for group in self.groups for s in group.running], np.int32)
         return self._order
 
-    def start(self, group: SequenceGroup, blocks: list[int]) -> int:
-        """Let a waiting group run: its first live sequence gets a slot, which is returned, and `blocks`, which hold its
-        first tokens."""
-        first, order, state = group.live[0], self.order, self.state
+    def append_to_order(self, order: NDArray[np.int32], slots: list[int]) -> NDArray[np.int32]:
+        """`order` with the slots of newly admitted groups, which come last."""
+        longer = np.concatenate([order, np.array(slots, np.int32)])
+        if self._order is not None:  # else copies have come about, and it is rebuilt
+            self._order = longer
+        return longer
+
+    def start(self, group: SequenceGroup, first: Sequence, blocks: list[int]) -> int:
+        """Let a waiting group run: `first`, its first live sequence, gets a slot, which is returned, and `blocks`,
+        which hold its first tokens."""
+        state = self.state
         group.held_slots = group.num_slots
         self.unheld_slots -= group.held_slots
         self.groups.append(group)
@@ -58,8 +67,8 @@ class RunningGroups:
         state.token_ids[slot, :length] = first.token_ids
         state.num_tokens[slot] = length
         self._adopt(slot, blocks)
-        self._order = np.append(order, np.int32(slot))  # the newly admitted come last
-        self.make_forks(group)
+        if group.forks:
+            self.make_forks(group)
         return slot
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -143,8 +152,38 @@ class RunningGroups:
 
     def blocks_of_forks(self, group: SequenceGroup) -> int:
         """Blocks for what the group's copies that are still to be made do not share with their parents."""
+        if not group.forks:
+            return 0
         blocks = self.blocks
         return sum(blocks.blocks_for(len(fork.child.token_ids)) - fork.at // blocks.block_size for fork in group.forks)
+
+    def remaining(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The tokens of each that can be computed: to its end, or to where it pauses for a copy to be made of it."""
+        upto = np.minimum(self.state.num_tokens[slots], self.slots.pause_at[slots])
+        remaining: NDArray[np.int32] = upto - self.state.num_computed[slots]
+        return remaining
+
+    def blocks_needed(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The blocks, private copies included, that each has to take to compute `counts` tokens."""
+        ends = self.state.num_computed[slots] + counts
+        writes = counts > 0
+        needed = np.where(writes, np.maximum(-(-ends // self.blocks.block_size) - self.state.num_blocks[slots], 0), 0)
+        needed[writes] += self.blocks.needs_copy(slots[writes])
+        return needed
+
+    def allocate(
+        self, slots: NDArray[np.int32], counts: NDArray[np.int32], needed: NDArray[np.int32]
+    ) -> list[tuple[int, int]]:
+        """Fresh blocks and private copies for the tokens about to be written; (source, destination) of each copy."""
+        copies = []
+        for i in np.flatnonzero(needed).tolist():
+            slot = int(slots[i])
+            copy = self.blocks.make_private(slot)
+            if copy is not None:
+                copies.append(copy)
+            end = int(self.state.num_computed[slot] + counts[i])
+            self.blocks.append(slot, max(0, self.blocks.blocks_for(end) - int(self.state.num_blocks[slot])))
+        return copies
 
     def check(self) -> None:
         """Assert the invariants of the groups, of their slots and of the block manager."""

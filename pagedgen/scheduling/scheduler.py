@@ -5,8 +5,9 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedgen.request import FinishReason, Status, TokenLogprob
+from pagedgen.request import Status
 from pagedgen.scheduling.blocks import BlockManager
+from pagedgen.scheduling.budget import StepBudget
 from pagedgen.scheduling.running import RunningGroups, SchedulerCounts
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
 from pagedgen.scheduling.slots import RunningSlots
@@ -20,7 +21,7 @@ class Scheduler:
     """Continuous batching over the blocks of one pool.
 
     There is no prefill phase and no decode phase: a sequence has `num_computed` and `num_tokens`, and each step moves
-    the first toward the second within `max_batch_tokens`. Chunked prefill, prefix hits and recomputation after a
+    the first toward the second within a budget of tokens. Chunked prefill, prefix hits and recomputation after a
     preemption are the same rule. Running groups go first, in order of admission; the last admitted is preempted when
     blocks run out; new groups are admitted only in a step without preemption.
 
@@ -30,7 +31,7 @@ class Scheduler:
     """
 
     def __init__(self, state: SlotArrays, blocks: BlockManager, max_batch_tokens: int) -> None:
-        self.state, self.blocks, self.max_batch_tokens = state, blocks, max_batch_tokens
+        self.state, self.blocks, self.budget = state, blocks, StepBudget(max_batch_tokens)
         self.waiting: deque[SequenceGroup] = deque()
         self.slots = RunningSlots(state)
         self.counts = SchedulerCounts()
@@ -59,7 +60,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing is left to do. Whatever was finished has been taken out by `update`."""
         slots, counts, needed, preempted = self._make_room()
-        copies = self._allocate(slots, counts, needed)
+        copies = self.running.allocate(slots, counts, needed)
         if not preempted:
             slots, counts = self._admit(slots, counts)
         scheduled = counts > 0
@@ -82,6 +83,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceGroup]:
         """Enter a step's tokens and return the groups that finished; their blocks are free or cached again."""
         state = self.state
+        self.budget.step_succeeded()
         self.blocks.written(plan.slots, plan.starts, plan.counts)
         state.num_computed[plan.slots] += plan.counts
         self._count_prompt_tokens(plan)
@@ -104,13 +106,32 @@ class Scheduler:
         at_end = (tokens[:, None] == self.slots.end_ids[slots]).any(axis=1)
         for i in np.flatnonzero(at_limit | at_end | self.slots.watched[slots]).tolist():
             sequence = self.slots[int(slots[i])]
-            _judge(sequence, int(tokens[i]), bool(at_limit[i]), logprobs.get(sequence.slot))
+            sequence.enter_token(int(tokens[i]), bool(at_limit[i]), logprobs.get(sequence.slot))
             if sequence.is_finished:
                 ended.append(self._take_out(sequence))
         for group in self.running.groups:
             if group.forks:
                 self.running.make_forks(group)
         return self._retire(ended)
+
+    def step_failed(self, plan: StepPlan) -> list[SequenceGroup]:
+        """Take back a step that ran out of memory, in place of `update`, and make the next ones smaller.
+
+        All running groups wait again, in their order and before all others: that gives back the blocks of the step and
+        forgets its copies, whether or not the device came to them, while what earlier steps computed stays in the
+        prefix cache. Nothing of the step itself is ever taken for computed. Where the step could not be smaller, its
+        group does not fit even alone: it ends, and is returned.
+        """
+        self.counts.out_of_memory += 1
+        ended = []
+        if self.budget.is_least:
+            ended.append(self._end_out_of_memory(self.slots.group(int(plan.slots[0]))))
+            self.budget.restore()
+        else:
+            self.budget.step_failed(plan.num_tokens)
+        for group in reversed(self.running.groups):
+            self._put_back(group)
+        return ended
 
     def abort(self) -> None:
         """Forget all work: every block is free or cached afterwards."""
@@ -129,26 +150,13 @@ class Scheduler:
 
     # --- what one step needs -------------------------------------------------------------------------------------
 
-    def _remaining(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The tokens of each that can be computed: to its end, or to where it pauses for a copy to be made of it."""
-        upto = np.minimum(self.state.num_tokens[slots], self.slots.pause_at[slots])
-        remaining: NDArray[np.int32] = upto - self.state.num_computed[slots]
-        return remaining
-
     def _divide_budget(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens for each running sequence, in order while the budget lasts. A prompt in chunks is always the last
         admitted, so it never holds up the sequences that are generating."""
-        remaining = self._remaining(slots)
+        remaining = self.running.remaining(slots)
         before = np.cumsum(remaining) - remaining
-        counts: NDArray[np.int32] = np.clip(self.max_batch_tokens - before, 0, remaining).astype(np.int32)
+        counts: NDArray[np.int32] = np.clip(self.budget.tokens - before, 0, remaining).astype(np.int32)
         return counts
-
-    def _blocks_needed(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
-        ends = self.state.num_computed[slots] + counts
-        writes = counts > 0
-        needed = np.where(writes, np.maximum(-(-ends // self.blocks.block_size) - self.state.num_blocks[slots], 0), 0)
-        needed[writes] += self.blocks.needs_copy(slots[writes])
-        return needed
 
     def _make_room(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], bool]:
         """Preempt the last admitted groups until what the others need fits: the slots that stay, the tokens and blocks
@@ -157,26 +165,12 @@ class Scheduler:
         while True:
             slots = self.running.order
             counts = self._divide_budget(slots)
-            needed = self._blocks_needed(slots, counts)
+            needed = self.running.blocks_needed(slots, counts)
             if needed.sum() <= self.blocks.num_available:
                 return slots, counts, needed, preempted
             assert len(self.running.groups) > 1, "a group that was admitted cannot outgrow the pool"
             self._preempt(self.running.groups[-1])
             preempted = True
-
-    def _allocate(
-        self, slots: NDArray[np.int32], counts: NDArray[np.int32], needed: NDArray[np.int32]
-    ) -> list[tuple[int, int]]:
-        """Fresh blocks and private copies for the tokens about to be written."""
-        copies = []
-        for i in np.flatnonzero(needed).tolist():
-            slot = int(slots[i])
-            copy = self.blocks.make_private(slot)
-            if copy is not None:
-                copies.append(copy)
-            end = int(self.state.num_computed[slot] + counts[i])
-            self.blocks.append(slot, max(0, self.blocks.blocks_for(end) - int(self.state.num_blocks[slot])))
-        return copies
 
     def _extra_keys(self, sampled: NDArray[np.int32]) -> dict[int, NDArray[np.uint64]]:
         """The keys of the samples that come about in this step."""
@@ -194,52 +188,54 @@ class Scheduler:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Admit waiting groups in order while slots, budget and blocks last. One that begins with a block that is just
         being computed is passed over: in a later step it finds it in the prefix cache."""
-        budget = self.max_batch_tokens - int(counts.sum())
+        budget = self.budget.tokens - int(counts.sum())
         if not self.waiting or budget <= 0:
             return slots, counts
         # What the running groups were promised: the rest of their prompts and copies, and a block for each sequence to
         # grow into, without which a full pool would preempt the newcomer at once.
-        promised = int(self._blocks_needed(slots, self._remaining(slots)).sum()) + self.running.num_held
+        promised = int(self.running.blocks_needed(slots, self.running.remaining(slots)).sum()) + self.running.num_held
         promised += sum(self.running.blocks_of_forks(group) for group in self.running.groups if group.forks)
-        under_way = self._prefixes_under_way(slots)
+        computing = slots[self.state.num_computed[slots] < self.state.num_prompt[slots]]
+        under_way = self._prefixes_under_way(computing.tolist())
         new_slots, new_counts, position = [], [], 0
         while position < min(len(self.waiting), MAX_PASSED_OVER) and budget > 0:
             group = self.waiting[position]
             if group.num_slots > self.running.unheld_slots:
                 break
-            if not self._fits(group, self.blocks.num_available - promised):
+            first = group.first
+            cached = self._fit(group, first, self.blocks.num_available - promised)
+            if cached is None:
                 break
-            if under_way and self.blocks.next_prefix(group.live[0].token_ids) in under_way:
+            if under_way and self.blocks.next_prefix(first.token_ids, cached) in under_way:
                 position += 1
                 continue
             del self.waiting[position]
-            slot = self._start(group)
-            count = min(int(self._remaining(np.array([slot]))[0]), budget)
+            slot = self._start(group, first, cached)
+            computed, known = len(cached) * self.blocks.block_size, len(first.token_ids)
+            count = min(known - computed, int(self.slots.pause_at[slot]) - computed, budget)
             budget -= count
-            end = int(self.state.num_computed[slot]) + count
-            self.blocks.append(slot, self.blocks.blocks_for(end) - int(self.state.num_blocks[slot]))
-            promised += self.blocks.blocks_for(int(self.state.num_tokens[slot])) - int(self.state.num_blocks[slot])
+            fresh = self.blocks.blocks_for(computed + count) - len(cached)
+            self.blocks.append(slot, fresh)
+            promised += self.blocks.blocks_for(known) - len(cached) - fresh
             promised += self.running.blocks_of_forks(group) + group.held_slots
-            under_way |= self._prefixes_under_way(np.array([slot], np.int32))
+            if computed < first.num_prompt:
+                under_way |= self._prefixes_under_way([slot])
             new_slots.append(slot)
             new_counts.append(count)
         if not new_slots:
             return slots, counts
-        return (
-            np.concatenate([slots, np.array(new_slots, np.int32)]),
-            np.concatenate([counts, np.array(new_counts, np.int32)]),
-        )
+        return self.running.append_to_order(slots, new_slots), np.concatenate([counts, np.array(new_counts, np.int32)])
 
-    def _prefixes_under_way(self, slots: NDArray[np.int32]) -> set[tuple[int, bytes]]:
-        """The next block of each prompt that is being computed, as its key in the prefix cache."""
+    def _prefixes_under_way(self, slots: list[int]) -> set[tuple[int, bytes]]:
+        """The next block of each of these slots, as its key in the prefix cache, where it is known."""
         if not self.blocks.prefix_cache:
             return set()
-        prompts = slots[self.state.num_computed[slots] < self.state.num_prompt[slots]]
-        keys = (self.blocks.prefix_under_way(slot) for slot in prompts.tolist())
+        keys = map(self.blocks.prefix_under_way, slots)
         return {key for key in keys if key is not None}
 
-    def _fits(self, group: SequenceGroup, spare: int) -> bool:
-        """Whether all tokens a group has so far fit into `spare` blocks, or into the pool when nothing else runs.
+    def _fit(self, group: SequenceGroup, first: Sequence, spare: int) -> list[int] | None:
+        """The prefix cache's blocks for the first sequence of a waiting group; None when not all tokens the group has
+        so far fit into `spare` blocks, or into the pool when nothing else runs.
 
         A group that did not fit is looked at again only when there are more blocks to spare than then: looking for its
         prefix takes time in proportion to its length, in each step.
@@ -247,13 +243,12 @@ class Scheduler:
         if not self.running.groups:
             spare = self.blocks.num_available
         elif self._refused[0] is group and spare <= self._refused[1]:
-            return False
-        first = group.live[0]
+            return None
         cached, revived = self._match_prefix(first)
         needed = self.blocks.blocks_for(len(first.token_ids)) - len(cached) + revived
         needed += self.running.blocks_of_forks(group)
         self._refused = (group, spare) if needed > spare else (None, 0)
-        return needed <= spare
+        return cached if needed <= spare else None
 
     def _match_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         """The prefix cache's blocks for a waiting sequence; none while all of its prompt has to be computed."""
@@ -261,11 +256,9 @@ class Scheduler:
             return [], 0
         return self.blocks.match_prefix(sequence.token_ids)
 
-    def _start(self, group: SequenceGroup) -> int:
+    def _start(self, group: SequenceGroup, first: Sequence, blocks: list[int]) -> int:
         """Let a waiting group run, from its longest cached prefix on; the slot of its first sequence."""
-        first = group.live[0]
-        blocks, _ = self._match_prefix(first)
-        slot = self.running.start(group, blocks)
+        slot = self.running.start(group, first, blocks)
         if group.num_unborn:
             self._first_samples.add(slot)
         if first.cached_tokens < 0:
@@ -360,25 +353,28 @@ class Scheduler:
         return done
 
     def _preempt(self, group: SequenceGroup) -> None:
-        self._first_samples.difference_update(sequence.slot for sequence in group.running)
-        self.running.leave(group)
-        group.plan_forks()
-        self.waiting.appendleft(group)
+        self._put_back(group)
         self.counts.preemptions += 1
 
+    def _put_back(self, group: SequenceGroup) -> None:
+        """Let a running group wait again, before all others; all it has drawn is kept, what it computed is not."""
+        self._leave(group)
+        group.plan_forks()
+        first = group.first
+        if not first.most_computed:  # it was admitted for nothing: what it finds cached is what counts next time
+            self.counts.cached_tokens -= first.cached_tokens
+            first.cached_tokens = -1
+        self.waiting.appendleft(group)
 
-def _judge(sequence: Sequence, token: int, at_limit: bool, found: LogprobResult | None) -> None:
-    """Finish a sequence that ends with this token."""
-    if sequence.params.logprobs is not None:
-        assert found is not None
-        sequence.logprobs.append(TokenLogprob(token, found.chosen, found.top_ids, found.top_values))
-    if token in sequence.end_ids:
-        sequence.finish(Status.OK, FinishReason.STOP)
-        return
-    if sequence.stop_checker is not None:
-        sequence.final_text = sequence.stop_checker.append(token)
-        if sequence.final_text is not None:
-            sequence.finish(Status.OK, FinishReason.STOP)
-            return
-    if at_limit:
-        sequence.finish(Status.OK, FinishReason.LENGTH)
+    def _end_out_of_memory(self, group: SequenceGroup) -> SequenceGroup:
+        """End what is live of a group; a search ends as a whole."""
+        self._leave(group)
+        if group.beam is not None:
+            group.sequences = group.sequences[:1]
+        for sequence in group.live:
+            sequence.finish(Status.OUT_OF_MEMORY)
+        return group
+
+    def _leave(self, group: SequenceGroup) -> None:
+        self._first_samples.difference_update(sequence.slot for sequence in group.running)
+        self.running.leave(group)

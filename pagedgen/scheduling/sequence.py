@@ -104,6 +104,22 @@ class Sequence:
             token = int(token_ids[len(self.prompt_logprobs) + 1])
             self.prompt_logprobs.append(TokenLogprob(token, result.chosen, result.top_ids, result.top_values))
 
+    def enter_token(self, token: int, at_limit: bool, found: LogprobResult | None) -> None:
+        """Take in a drawn token and its log-probabilities, if they were asked for; finish if it ends the sequence."""
+        if self.params.logprobs is not None:
+            assert found is not None
+            self.logprobs.append(TokenLogprob(token, found.chosen, found.top_ids, found.top_values))
+        if token in self.end_ids:
+            self.finish(Status.OK, FinishReason.STOP)
+            return
+        if self.stop_checker is not None:
+            self.final_text = self.stop_checker.append(token)
+            if self.final_text is not None:
+                self.finish(Status.OK, FinishReason.STOP)
+                return
+        if at_limit:
+            self.finish(Status.OK, FinishReason.LENGTH)
+
     def sibling(self, sample: int) -> "Sequence":
         """Another sample of the request, as far as this one has come, with random draws of its own."""
         return replace(
@@ -141,6 +157,11 @@ class SequenceGroup:
     @property
     def live(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def first(self) -> Sequence:
+        """The first live sequence."""
+        return next(sequence for sequence in self.sequences if not sequence.is_finished)
 
     @property
     def running(self) -> list[Sequence]:

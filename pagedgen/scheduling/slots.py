@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedgen.request import SamplingParams
 from pagedgen.scheduling.asks import DeviceAsks
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup
 from pagedgen.step import SlotArrays
@@ -31,6 +32,8 @@ class RunningSlots:
         self.end_ids = np.full((max_seqs, MAX_UNWATCHED_END_IDS), -1, np.int32)
         self.watched = np.zeros(max_seqs, np.bool_)
         self.asks = DeviceAsks(state)
+        # What each slot's parameters were last written from.
+        self._written: list[tuple[SamplingParams, frozenset[int]] | None] = [None] * max_seqs
         self.free = list(range(max_seqs - 1, -1, -1))
         self._sequences: list[Sequence | None] = [None] * max_seqs
         self._groups: list[SequenceGroup | None] = [None] * max_seqs
@@ -58,21 +61,32 @@ class RunningSlots:
 
     def occupy(self, sequence: Sequence, group: SequenceGroup) -> int:
         """Give a sequence of the group a slot, with its parameters but none of its tokens."""
-        slot, params, state = self.free.pop(), sequence.params, self.state
+        slot, state = self.free.pop(), self.state
         sequence.slot, self._sequences[slot], self._groups[slot] = slot, sequence, group
         state.num_prompt[slot], state.key[slot] = sequence.num_prompt, sequence.key
+        self.max_total[slot], self.most_computed[slot] = sequence.max_total, sequence.most_computed
+        written = self._written[slot]
+        # Most sequences of a job share these objects; writing a dozen numbers again takes longer than all the rest.
+        if written is None or written[0] is not sequence.params or written[1] is not sequence.end_ids:
+            self._write(slot, sequence.params, sequence.end_ids)
+        self.watched[slot] = (
+            len(sequence.end_ids) > MAX_UNWATCHED_END_IDS
+            or sequence.stop_checker is not None
+            or sequence.params.logprobs is not None
+        )
+        self.asks.add(sequence)
+        return slot
+
+    def _write(self, slot: int, params: SamplingParams, end_ids: frozenset[int]) -> None:
+        state = self.state
         state.temperature[slot], state.top_k[slot] = params.temperature, params.top_k
         state.top_p[slot], state.min_p[slot] = params.top_p, params.min_p
         state.repetition_penalty[slot] = params.repetition_penalty
         state.presence_penalty[slot], state.frequency_penalty[slot] = params.presence_penalty, params.frequency_penalty
-        self.max_total[slot], self.most_computed[slot] = sequence.max_total, sequence.most_computed
-        few = len(sequence.end_ids) <= MAX_UNWATCHED_END_IDS
         self.end_ids[slot] = -1
-        if few:
-            self.end_ids[slot, : len(sequence.end_ids)] = list(sequence.end_ids)
-        self.watched[slot] = not few or sequence.stop_checker is not None or params.logprobs is not None
-        self.asks.add(sequence)
-        return slot
+        if len(end_ids) <= MAX_UNWATCHED_END_IDS:
+            self.end_ids[slot, : len(end_ids)] = list(end_ids)
+        self._written[slot] = params, end_ids
 
     def vacate(self, sequence: Sequence) -> int:
         """Take a sequence out of its slot, which is returned; it keeps its tokens."""
