@@ -299,7 +299,7 @@ def _apply(
 ) -> SamplingParams:
     """The defaults with the given options in their place. spell: how an option is called in the ValueError's text."""
     values: dict[str, Any] = {}
-    for name in given.keys() & _BY_NAME.keys():
+    for name in () if _BY_NAME.keys().isdisjoint(given) else given.keys() & _BY_NAME.keys():
         value = given[name]
         if value is None or value == "":
             continue

@@ -17,6 +17,7 @@ from pagedgen.data.streams import encodable, is_encodable
 
 _ENCODING_KEY = b"pagedgen:encoding"
 _EXACT_FLOAT = 1 << 53
+_INTEGER = frozenset({int})
 
 
 def json_field(name: str) -> pa.Field:
@@ -160,11 +161,25 @@ def fits(type_: pa.DataType) -> Callable[[Any], bool]:
     if pa.types.is_float64(type_):
         return lambda value: type(value) is float or (type(value) is int and abs(value) <= _EXACT_FLOAT)
     if pa.types.is_list(type_) or pa.types.is_large_list(type_):
-        item_fits = fits(type_.value_type)
-        return lambda value: type(value) is list and all(item is None or item_fits(item) for item in value)
+        return _list_fits(type_)
     if pa.types.is_struct(type_):
         return _struct_fits(type_)
     return lambda value: _converts(value, type_)
+
+
+def _list_fits(type_: pa.ListType) -> Callable[[Any], bool]:
+    item_fits = fits(type_.value_type)
+    if not pa.types.is_integer(type_.value_type):
+        return lambda value: type(value) is list and all(item is None or item_fits(item) for item in value)
+
+    def check(value: Any) -> bool:
+        if type(value) is not list:
+            return False
+        if _INTEGER.issuperset(map(type, value)):  # token ids, say; their order is that of their bounds
+            return not value or (item_fits(min(value)) and item_fits(max(value)))
+        return all(item is None or item_fits(item) for item in value)
+
+    return check
 
 
 def _struct_fits(type_: pa.StructType) -> Callable[[Any], bool]:
