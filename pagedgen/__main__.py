@@ -1,5 +1,5 @@
 """`python -m pagedgen`: the same as the `pagedgen` command."""
 
-from pagedgen.cli import main
+from pagedgen.entry import main
 
 main()

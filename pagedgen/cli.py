@@ -87,6 +87,7 @@ class Rows:
     template: options.Template = None
     system: options.System = None
     raw: options.Raw = False
+    allow_special_tokens: options.AllowSpecialTokens = False
     on_too_long: options.OnTooLongOption = "error"
 
 
@@ -136,6 +137,10 @@ class Results:
     overwrite: options.Overwrite = False
     keep: options.KeepOption = "all"
     token_ids: options.TokenIds = False
+    format: options.FormatOption = "rows"
+    retry: options.Retry = None
+    flush_every: options.FlushEvery = "30s"  # type: ignore[assignment]
+    max_errors: options.MaxErrors = None
     strict: options.Strict = False
     quiet: options.Quiet = False
 
@@ -152,6 +157,7 @@ class Machine:
     max_seqs: options.MaxSeqs = DEFAULTS.max_seqs
     max_model_len: options.MaxModelLen = None
     no_prefix_cache: options.NoPrefixCache = False
+    trust_remote_code: options.TrustRemoteCode = False
 
 
 Command = Callable[..., None]
@@ -203,7 +209,17 @@ def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
         overwrite=given["overwrite"],
         keep=_parse_keep(given["keep"]),
         token_ids=given["token_ids"],
-        prompt=PromptConfig(given["prompt_column"], _read_template(given["template"]), given["raw"], given["system"]),
+        format=given["format"],
+        retry=given["retry"] or (),
+        max_errors=given["max_errors"],
+        flush_every=given["flush_every"],
+        prompt=PromptConfig(
+            prompt_column=given["prompt_column"],
+            template=_read_template(given["template"]),
+            raw=given["raw"],
+            system=given["system"],
+            allow_special_tokens=given["allow_special_tokens"],
+        ),
         engine=_engine_config(given),
         overrides={name: given[name] for name in SAMPLING if given.get(name) not in (None, [])},
         beam=beam,

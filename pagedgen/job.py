@@ -1,32 +1,40 @@
-"""A whole job: read the rows, generate, write the outcomes, report."""
+"""A whole job: read the rows, skip what is done, generate, write the outcomes, report."""
 
 import gc
-import itertools
-import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pagedgen import __version__
-from pagedgen.beam_params import beam_flag, validate_beam
-from pagedgen.config import JobConfig, OutputConfig
-from pagedgen.data.files import write_json
+from pagedgen.config import JobConfig
+from pagedgen.data.files import FileLayer
+from pagedgen.data.fingerprint import fingerprint_model
+from pagedgen.data.finished import Finished
 from pagedgen.data.layout import OutputLayout, prepare_output
-from pagedgen.data.manifest import Manifest, utc_now, write_manifest
+from pagedgen.data.manifest import Manifest, pack_schema
+from pagedgen.data.merge import ToLines, json_lines
+from pagedgen.data.openai_batch import Endpoint, is_batch, model_of, request_columns
+from pagedgen.data.openai_format import openai_lines
 from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
-from pagedgen.data.schema import OutputColumns
+from pagedgen.data.schema import OutputColumns, TokenStrings
 from pagedgen.data.writer import ShardedWriter
 from pagedgen.errors import PagedgenError, RowError, UsageError
+from pagedgen.interrupts import EXIT_CODE, Interrupts
+from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths, output_columns, output_config
 from pagedgen.params import defaults_from_generation_config, resolve_params, unsupported_in_generation_config
 from pagedgen.request import Completion, PromptRecord, Request, SamplingParams, Status
+from pagedgen.resume import check_same_run, command_to_go_on, run_identity
+from pagedgen.run_record import RunRecord, require_earlier_run
 from pagedgen.stats.collector import RunStats
 from pagedgen.stats.live import LiveDisplay, stderr_console
 from pagedgen.stats.summary import print_summary
+from pagedgen.stats.text import plural
 from pagedgen.stats.types import GENERATING, StepSample
 from pagedgen.text.prompts import PromptRenderer, require_prompt_column
 
@@ -35,8 +43,6 @@ if TYPE_CHECKING:
 
 # Rows rendered and tokenized in one call.
 RENDER_BATCH = 64
-STATS_NAME = "stats.json"
-STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,92 +56,31 @@ class JobResult:
 class JobInterrupted(PagedgenError):
     """The user stopped the run."""
 
-    exit_code = 130
+    exit_code = EXIT_CODE
 
 
-def run_job(config: JobConfig, stdin: BinaryIO | None = None) -> JobResult:
-    """Run a job to its end, with the live display on stderr.
+def run_job(config: JobConfig, stdin: BinaryIO | None = None, files: FileLayer | None = None) -> JobResult:
+    """Run a job to its end, with the live display on stderr; where an earlier process was stopped, go on.
 
     What can be known to be wrong before the weights are loaded is found before: the input, its columns, the output, the
     options and the kind of the model.
 
-    stdin: what the input path `-` reads. Raises PagedgenError, UsageError for what the command got wrong, and
-    JobInterrupted after Ctrl-C.
+    stdin: what the input path `-` reads. files: what everything is written through. Raises PagedgenError, UsageError
+    for what the command got wrong, and JobInterrupted after Ctrl-C.
     """
-    with _naming_paths():
+    config = check_options(config)
+    with naming_paths():
         source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
-    require_prompt_column(source.columns.names, config.prompt)
-    n, max_seqs = defaults_from_generation_config({}, config.overrides).n, config.engine.max_seqs
-    if n > max_seqs:
-        raise UsageError(f"--n is {n}, but only {max_seqs} sequences run at a time; lower it or raise --max-seqs.")
-    config = _with_checked_beam(config)
-    output = OutputConfig(
-        path=config.output_path or Path(f"{source.stem}.completions.parquet"),
-        overwrite=config.overwrite,
-        keep=config.keep,
-        token_ids=config.token_ids,
-        logprobs=_is_asked_for("logprobs", config, source),
-        prompt_logprobs=_is_asked_for("prompt_logprobs", config, source),
-    )
-    columns = OutputColumns(source.columns, output)
-    with _naming_paths():
+    if not is_batch(source.columns.names):
+        require_prompt_column(source.columns.names, config.prompt)
+    output = output_config(config, source)
+    with naming_paths():
         layout = prepare_output(output, source.files)
-    with _terminated_like_interrupted():
-        return _Job(config, source, columns, layout).run()
-
-
-def _is_asked_for(option: str, config: JobConfig, source: InputSource) -> bool:
-    """Whether any row may have what only a draw can give."""
-    return config.beam is None and (config.overrides.get(option) is not None or option in source.columns.names)
-
-
-def _with_checked_beam(config: JobConfig) -> JobConfig:
-    if config.beam is None:
-        return config
-    try:
-        return replace(config, beam=validate_beam(config.beam, config.engine.max_seqs, beam_flag))
-    except ValueError as error:
-        raise UsageError(f"{error}.") from None
-
-
-@contextmanager
-def _naming_paths() -> Iterator[None]:
-    """Turn what the system says of a path, like a name that is too long, into a UsageError."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{error.filename} cannot be used: {error.strerror}; check the path") from error
-
-
-@contextmanager
-def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Handle signals in another way meanwhile. Only the main thread may; in others nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _terminated_like_interrupted() -> AbstractContextManager[None]:
-    """A run that is told to end, as a batch system or a closed terminal does, ends as by Ctrl-C."""
-    return _handling(dict.fromkeys(STOP_SIGNALS, _interrupt_once))
-
-
-def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    """Signals that follow are ignored: seeing to the first one takes moments, and must not be cut short."""
-    for stop_signal in STOP_SIGNALS:
-        signal.signal(stop_signal, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _uninterrupted() -> AbstractContextManager[None]:
-    """For the moments in which what is on the disk must come to agree with itself."""
-    return _handling(dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN))
+    if config.retry:
+        require_earlier_run(layout)
+    columns = output_columns(config, source.columns, output, layout.manifest)
+    with Interrupts(f"ended at once; to go on: {command_to_go_on(config)}") as interrupts:
+        return _Job(config, source, columns, layout, interrupts, files or FileLayer()).run()
 
 
 @contextmanager
@@ -147,6 +92,7 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        gc.set_threshold(20_000)  # the rows that wait to be written are no garbage either
         gc.enable()
 
 
@@ -154,25 +100,90 @@ class _Job:
     """The state of a job under way. Rows whose completion is still to come wait in `_records`, as many as the engine
     has taken, so that memory does not grow with the input."""
 
-    def __init__(self, config: JobConfig, source: InputSource, columns: OutputColumns, layout: OutputLayout) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        source: InputSource,
+        columns: OutputColumns,
+        layout: OutputLayout,
+        interrupts: Interrupts,
+        files: FileLayer,
+    ) -> None:
         self._config, self._source, self._columns, self._layout = config, source, columns, layout
+        self._interrupts, self._files = interrupts, files
         self._stats = RunStats()
         self._display = LiveDisplay(self._stats, quiet=config.quiet)
+        self._record = RunRecord(layout, files)
+        self._writer: ShardedWriter
         self._records: dict[int, PromptRecord] = {}
-        self._all_ok = True
+        self._token_strings: TokenStrings | None = None
+        self._is_batch, self._warned_of_model = is_batch(source.columns.names), False
+        earlier = layout.manifest
+        self._began = datetime.fromisoformat(earlier.started) if earlier is not None else datetime.now(UTC)
 
     def run(self) -> JobResult:
         try:
-            with self._display:
-                with _collector_paused():
-                    prepared = self._prepare()
-                self._generate(*prepared)
+            with self._display, self._record:
+                is_complete = self._run()
         except KeyboardInterrupt:
-            raise JobInterrupted("interrupted before the first row; nothing was written") from None
+            raise JobInterrupted("interrupted before it had begun; nothing is lost") from None
+        snapshot, output = self._stats.snapshot(), self._layout.output
         if not self._config.quiet:
             with suppress(OSError):  # nobody reads it any more
-                print_summary(stderr_console(), self._stats.snapshot(), self._layout.output)
-        return JobResult(self._layout.output, self._all_ok)
+                console = stderr_console()
+                if is_complete:
+                    console.out(f"{output} is complete already; nothing was run (--overwrite begins again)")
+                else:
+                    print_summary(console, snapshot, output)
+        return JobResult(output, not snapshot.failed)
+
+    def _run(self) -> bool:
+        """Do what is left to do; whether that was nothing."""
+        earlier = self._layout.manifest
+        rows: Iterator[PromptRecord] = iter(self._source)
+        finished = Finished()
+        if earlier is not None:
+            if self._is_complete(earlier):
+                return True
+            finished = self._look_back(earlier)
+            done = finished.rows
+            rows = (record for record in rows if record.row not in done)
+        first = next(rows, None)
+        if first is None and earlier is not None and earlier.status == "finished" and not finished.set_aside:
+            return True
+        if first is None:
+            generate = None
+        else:
+            with _collector_paused():
+                engine, renderer, defaults = self._prepare()
+            generate = partial(self._generate, engine, self._requests(chain([first], rows), renderer, defaults))
+        fingerprint = self._source.fingerprint().as_json()
+        with self._interrupts.deferred():
+            if earlier is not None:
+                self._record.go_on(input_fingerprint=fingerprint)
+            else:
+                self._record.begin(self._manifest(engine, defaults, fingerprint))
+        self._complete(finished.next_part, generate)
+        return False
+
+    def _is_complete(self, earlier: Manifest) -> bool:
+        """Whether the earlier run has finished, and nothing is asked for or has come to the input since."""
+        self._display.phase("checking what has changed")
+        unchanged = check_same_run(self._layout, earlier, self._identity(), self._source)
+        if earlier.status != "finished" or not unchanged or self._config.retry or self._layout.kind == "folder":
+            return False
+        statuses = {Status(name): count for name, count in (earlier.statuses or {}).items()}
+        self._stats.add_earlier(earlier.rows or 0, statuses)
+        return True
+
+    def _look_back(self, earlier: Manifest) -> Finished:
+        """What the earlier run has left; the run is numbered on from there."""
+        self._display.phase("reading what is finished")
+        finished = self._record.find_finished(self._columns, self._config.retry)
+        for path in finished.set_aside:
+            self._display.warn(f"a part was damaged; it is now {path}, and its rows run again")
+        self._stats.add_earlier(len(finished.rows), finished.statuses)
+        return finished
 
     def _prepare(self) -> tuple["Engine", PromptRenderer, SamplingParams]:
         """Load the model and check what only it can tell."""
@@ -180,121 +191,176 @@ class _Job:
         from pagedgen.engine import Engine  # torch and transformers are imported only now
         from pagedgen.models.loader import check_model, resolve_model
 
-        with _naming_paths():
+        with naming_paths():
             source = resolve_model(self._config.engine.model)
-        check_model(source)
-        engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step)
+        check_model(source, self._config.engine.trust_remote_code)
+        warn = self._display.warn
+        engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step, on_note=warn)
+        self._check_dtype(engine.info.dtype)
         self._stats.set_info(engine.info)
         self._stats.set_total(self._source.total)
-        for warning in unsupported_in_generation_config(
-            engine.generation_config, searching=self._config.beam is not None
-        ):
-            self._display.warn(
-                f"the model's generation_config.json asks for {warning}, which this version does not apply"
-            )
+        searching = self._config.beam is not None
+        for unsupported in unsupported_in_generation_config(engine.generation_config, searching=searching):
+            warn(f"the model's generation_config.json asks for {unsupported}, which this version does not apply")
         if engine.kernels_note is not None:
-            self._display.warn(engine.kernels_note)
+            warn(engine.kernels_note)
         defaults = defaults_from_generation_config(engine.generation_config, self._config.overrides)
-        last = engine.spec.vocab_size - 1
-        biased = (token_id for token_id, _ in defaults.logit_bias)
-        for flag, token_ids in (("--stop-token-ids", defaults.stop_token_ids), ("--logit-bias", biased)):
-            if (token_id := max(token_ids, default=0)) > last:
-                raise UsageError(f"{flag} {token_id} is no token of the model; its ids are 0 to {last}")
-        if self._config.overrides.get("top_k") is not None and defaults.top_k > last + 1:
-            raise UsageError(
-                f"--top-k is {defaults.top_k}, but the model has {last + 1} tokens; leave it out to keep all of them"
-            )
-        return engine, PromptRenderer(engine.tokenizer, self._config.prompt), defaults
+        check_against_vocabulary(defaults, self._config.overrides, engine.spec.vocab_size)
+        renderer = PromptRenderer(
+            engine.tokenizer,
+            self._config.prompt,
+            on_note=warn,
+            now=self._began.astimezone(),
+            max_tokens=engine.max_model_len if self._config.engine.on_too_long == "error" else None,
+        )
+        return engine, renderer, defaults
 
-    def _generate(self, engine: "Engine", renderer: PromptRenderer, defaults: SamplingParams) -> None:
-        self._token_strings = engine.tokenizer.token_string
-        manifest = self._manifest(defaults)
-        with _uninterrupted():
-            self._layout.create()
-            self._writer = ShardedWriter(self._layout, self._columns)
-            write_manifest(self._layout.run_folder, manifest)
+    def _check_dtype(self, dtype: str) -> None:
+        earlier = self._layout.manifest
+        if earlier is not None and earlier.dtype not in (None, dtype):
+            raise UsageError(
+                f"the run in {self._layout.run_folder} was begun in {earlier.dtype}, but here the model runs in "
+                f"{dtype}; pass --dtype {earlier.dtype}, or use --overwrite to start again"
+            )
+
+    def _complete(self, first_part: int, generate: Callable[[], None] | None) -> None:
+        """Generate what is missing and make the output of it."""
         try:
-            self._display.phase(GENERATING)
-            completions = engine.generate(self._requests(renderer, defaults))
-            for row, of_row in itertools.groupby(completions, key=attrgetter("row")):  # they come together
-                record = self._records.pop(row)
-                for completion in of_row:
-                    self._write(completion, record)
+            self._writer = self._make_writer(first_part)
+            if generate is not None:
+                generate()
             self._display.phase("writing")
+            self._record.merging()
             self._writer.finish()
         except BaseException as error:
-            with _uninterrupted():
-                self._end_early(error, manifest)
+            with self._interrupts.deferred():
+                self._end_early(error)
             raise
-        with _uninterrupted():
+        with suppress(KeyboardInterrupt), self._interrupts.deferred():  # all is written
             self._stats.set_total(self._source.rows_read)
             self._stats.set_phase(None)
-            self._write_stats()
-            write_manifest(self._layout.run_folder, manifest.ended("finished"))
+            self._record.finish(self._stats.summary(), self._source.rows_read, self._stats.snapshot().statuses)
+            self._writer.discard_parts()
 
-    def _end_early(self, error: BaseException, manifest: Manifest) -> None:
+    def _make_writer(self, first_part: int) -> ShardedWriter:
+        to_lines: ToLines = json_lines
+        if self._config.format == "openai":
+            endpoint: Endpoint = "completion" if self._config.prompt.raw else "chat"
+            model = self._record.manifest.model
+            to_lines = partial(openai_lines, default=endpoint, model=model, created=int(self._began.timestamp()))
+        return ShardedWriter(
+            self._layout,
+            self._columns,
+            first_part=first_part,
+            part_seconds=self._config.flush_every,
+            to_lines=to_lines,
+            before_part=self._record.check,
+            files=self._files,
+        )
+
+    def _generate(self, engine: "Engine", requests: Iterator[Request]) -> None:
+        self._token_strings = engine.tokenizer.token_string
+        self._display.phase(GENERATING)
+        for completions in engine.complete(requests):
+            self._write(completions, self._records.pop(completions[0].row))
+
+    def _end_early(self, error: BaseException) -> None:
         """Keep what is finished, and say how it ended."""
         interrupted = isinstance(error, KeyboardInterrupt)
         try:
             self._writer.flush()
             self._stats.set_phase(None)
-            self._write_stats()
-            write_manifest(self._layout.run_folder, manifest.ended("interrupted" if interrupted else "failed"))
+            self._record.end_early("interrupted" if interrupted else "failed", self._stats.summary())
         except PagedgenError:
             if not interrupted:
                 raise error from None
         if interrupted:
-            rows, output = self._writer.rows_written, self._layout.output
-            kept = f"after {rows} rows, which are in {self._layout.parts}" if rows else "before a row was finished"
-            earlier = f"; {output} is still that of an earlier run" if output.is_file() else ""
-            raise JobInterrupted(
-                f"interrupted {kept}{earlier}; to start again, run the same command with --overwrite"
-            ) from None
+            rows = self._stats.rows_earlier + self._writer.rows_written
+            kept = f"after {rows:,} {plural(rows, 'row')}, which are safe" if rows else "before a row was finished"
+            raise JobInterrupted(f"interrupted {kept}; to go on: {command_to_go_on(self._config)}") from None
 
-    def _requests(self, renderer: PromptRenderer, defaults: SamplingParams) -> Iterator[Request]:
+    def _requests(
+        self, rows: Iterator[PromptRecord], renderer: PromptRenderer, defaults: SamplingParams
+    ) -> Iterator[Request]:
         """The rows as requests; those that cannot be one get their outcome here."""
-        rows = iter(self._source)
-        while batch := list(itertools.islice(rows, RENDER_BATCH)):
-            for record, prompt in zip(batch, renderer.render_batch(batch), strict=True):
+        while batch := list(islice(rows, RENDER_BATCH)):
+            meant = list(map(self._from_batch_file, batch)) if self._is_batch else batch
+            for record, row, prompt in zip(batch, meant, renderer.render_batch(meant), strict=True):
                 try:
                     if isinstance(prompt, RowError):
                         raise prompt
-                    params = resolve_params(record.columns, defaults, record.where)
+                    params = resolve_params(row.columns, defaults, row.where)
                 except RowError as error:
-                    self._write(Completion(record.row, record.id, 0, error.status, error=error.message), record)
+                    self._write([Completion(record.row, record.id, 0, error.status, error=error.message)], record)
                     continue
                 self._records[record.row] = record
                 yield Request(record.row, record.id, prompt_token_ids=prompt, params=params, beam=self._config.beam)
             self._stats.set_input_progress(self._fraction_read(), self._source.rows_read)
+            self._writer.flush_if_due()  # for rows that never come to a step
 
-    def _write(self, completion: Completion, record: PromptRecord) -> None:
-        self._all_ok &= completion.status is Status.OK
-        self._stats.add_completion(completion)
-        self._writer.write(completion, record.columns, self._token_strings)
+    def _from_batch_file(self, record: PromptRecord) -> PromptRecord:
+        """A line of an OpenAI batch file, in our own columns."""
+        if record.error is not None:
+            return record
+        try:
+            request = request_columns(record.columns, record.where)
+        except RowError as error:
+            return replace(record, error=error.message)
+        named = model_of(record.columns)
+        if named not in (None, self._config.engine.model) and not self._warned_of_model:
+            self._warned_of_model = True
+            self._display.warn(
+                f"{record.where} asks for the model {named}; all rows are completed by the one of --model"
+            )
+        return replace(record, columns=request.columns, raw=request.endpoint == "completion")
+
+    def _write(self, completions: Sequence[Completion], record: PromptRecord) -> None:
+        for completion in completions:
+            self._stats.add_completion(completion)
+        self._writer.write(completions, record.columns, self._token_strings)
+        limit = self._config.max_errors
+        if limit is None:
+            return
+        failed, done = self._stats.failed_of
+        if limit.is_exceeded(failed, done):
+            raise PagedgenError(
+                f"{failed:,} of {done:,} rows are not ok, more than --max-errors {limit.text} (the last: "
+                f"{completions[0].error}); what is finished is kept, and the same command with a higher limit goes on"
+            )
 
     def _on_step(self, sample: StepSample) -> None:
         self._stats.add_step(sample)
         self._display.refresh()
+        self._writer.flush_if_due()
 
     def _fraction_read(self) -> float | None:
         total = self._source.total_bytes
         return self._source.bytes_read / total if total else None
 
-    def _manifest(self, defaults: SamplingParams) -> Manifest:
-        schema = {field.name: str(field.type) for field in self._columns.schema}
-        engine, prompt, beam = self._config.engine, self._config.prompt, self._config.beam
-        parts = (defaults, engine, prompt, *(() if beam is None else (beam,)))
-        parameters = {name: getattr(part, name) for part in parts for name in part.__slots__}
+    def _identity(self) -> dict[str, Any]:
+        from pagedgen.models.source import fetch, resolve_model
+
+        with naming_paths():
+            source = resolve_model(self._config.engine.model)
+        path = source.path if source.kind == "gguf" and source.path is not None else fetch(source)
+        return run_identity(self._config, fingerprint_model(path))
+
+    def _manifest(self, engine: "Engine", defaults: SamplingParams, fingerprint: Mapping[str, Any]) -> Manifest:
+        engine_config, prompt, beam = self._config.engine, self._config.prompt, self._config.beam
+        parts = (defaults, engine_config, prompt, *(() if beam is None else (beam,)))
         return Manifest(
             version=__version__,
             command=self._config.command,
-            model=engine.model or "default",
+            model=engine_config.model or "default",
             input=self._source.description,
             output=str(self._layout.output),
-            started=utc_now(),
-            schema=schema,
-            parameters=parameters,
+            started=self._began.isoformat(timespec="seconds"),
+            schema={field.name: str(field.type) for field in self._columns.schema},
+            parameters={name: getattr(part, name) for part in parts for name in part.__slots__},
+            identity=self._identity(),
+            input_schema=pack_schema(self._source.columns),
+            input_fingerprint=fingerprint,
+            dtype=engine.info.dtype,
+            process=os.getpid(),
+            replaces=self._config.overwrite,
         )
-
-    def _write_stats(self) -> None:
-        write_json(self._layout.run_folder / STATS_NAME, self._stats.summary())

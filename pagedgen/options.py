@@ -1,13 +1,14 @@
 """The options of the commands, each declared once: its type, its help and the panel of `--help` it stands in."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pagedgen.config import Device, Dtype, OnTooLong
-from pagedgen.request import EarlyStopping
-from pagedgen.units import parse_bytes
+from pagedgen.config import Device, Dtype, ErrorLimit, Format, OnTooLong
+from pagedgen.request import EarlyStopping, Status
+from pagedgen.units import parse_bytes, parse_seconds
 
 ENGINE, SAMPLING, PROMPT, OUTPUT = "Engine", "Generation (a row's own columns win)", "Prompts", "Output"
 BEAM = "Beam search"
@@ -17,11 +18,24 @@ def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel=panel, show_default=False, **more)
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """What Typer calls for an option's text; a ValueError of `parse` is the user's mistake."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parsed
+
+
+def _statuses(text: str) -> tuple[Status, ...]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [status.value for status in Status]
+    if not names or not set(names) <= set(known):
+        raise ValueError(f"{text!r} must be one or more of {', '.join(known)}, with commas")
+    return tuple(Status(name) for name in dict.fromkeys(names))
 
 
 Input = Annotated[
@@ -68,6 +82,12 @@ Template = Annotated[
     str | None, _option("--template", "A Jinja2 template over the row's columns, or a file that holds one.", PROMPT)
 ]
 System = Annotated[str | None, _option("--system", "System message of chats that have none.", PROMPT)]
+AllowSpecialTokens = Annotated[
+    bool,
+    _option(
+        "--allow-special-tokens", "Let special tokens spelled out in a row's values be tokens, and not text.", PROMPT
+    ),
+]
 Raw = Annotated[bool, _option("--raw", "Send text prompts as they are, without the chat template.", PROMPT)]
 OnTooLongOption = Annotated[
     OnTooLong,
@@ -135,6 +155,40 @@ KeepOption = Annotated[
     str, typer.Option(help="Input columns to keep: all, none, or names with commas.", rich_help_panel=OUTPUT)
 ]
 TokenIds = Annotated[bool, _option("--token-ids", "Add the generated token ids.", OUTPUT)]
+Retry = Annotated[
+    Any,
+    typer.Option(
+        parser=_parsed(_statuses),
+        metavar="STATUS[,STATUS]",
+        help="Run the rows of an earlier run that have one of these statuses again.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+MaxErrors = Annotated[
+    Any,
+    typer.Option(
+        parser=_parsed(ErrorLimit.parse),
+        metavar="N|P%",
+        help="Give up once more rows than this are not ok.",
+        rich_help_panel=OUTPUT,
+        show_default=False,
+    ),
+]
+FlushEvery = Annotated[
+    float,
+    typer.Option(
+        parser=_parsed(parse_seconds),
+        metavar="TIME",
+        help="Write what is finished at least this often, like 30s or 5m.",
+        rich_help_panel=OUTPUT,
+        show_default="30s",
+    ),
+]
+FormatOption = Annotated[
+    Format,
+    typer.Option(help="What -o X.jsonl holds: rows, or OpenAI's batch output.", rich_help_panel=OUTPUT),
+]
 Strict = Annotated[bool, _option("--strict", "Exit with 3 when any row's status is not ok.", OUTPUT)]
 Quiet = Annotated[bool, _option("--quiet", "Show nothing but errors.", OUTPUT)]
 DeviceOption = Annotated[Device, typer.Option(help="Where to run.", rich_help_panel=ENGINE)]
@@ -142,7 +196,7 @@ DtypeOption = Annotated[Dtype, typer.Option(help="The dtype of weights and KV ca
 KvMemory = Annotated[
     int | None,
     typer.Option(
-        parser=_size,
+        parser=_parsed(parse_bytes),
         metavar="SIZE",
         help="Size of the KV pool, like 8GiB. Default: what is free after the weights and activations.",
         rich_help_panel=ENGINE,
@@ -160,6 +214,9 @@ MaxModelLen = Annotated[
         rich_help_panel=ENGINE,
         show_default=False,
     ),
+]
+TrustRemoteCode = Annotated[
+    bool, _option("--trust-remote-code", "Run the Python code that comes with the model, where it needs it.", ENGINE)
 ]
 NoPrefixCache = Annotated[bool, _option("--no-prefix-cache", "Compute every prompt in full.", ENGINE)]
 Width = Annotated[int, typer.Option(help="Sequences that each row's search keeps, 1 to 64.", rich_help_panel=BEAM)]

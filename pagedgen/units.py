@@ -1,8 +1,10 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes and times in seconds, as people write and read them."""
 
 import re
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|min|h)?", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
@@ -21,6 +23,18 @@ def parse_bytes(text: str) -> int:
     if count < 1:
         raise ValueError(f"{text!r} is no size; it must be at least one byte")
     return count
+
+
+def parse_seconds(text: str) -> float:
+    """`30s`, `500ms`, `2m`, `1.5h`, `45` -> seconds.
+
+    Raises ValueError for anything else, and for nothing at all.
+    """
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match[1]) * _SECONDS[(match[2] or "s").lower()] if match else 0.0
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is no time; write it like 30s or 5m")
+    return seconds
 
 
 def format_bytes(count: float) -> str:

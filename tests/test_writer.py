@@ -34,7 +34,7 @@ def written(
     """Writes one completion for each input row and returns the output's rows."""
     writer = writer_for(output, columns, keep=keep)
     for number, row in enumerate(rows):
-        writer.write(completion(number), row)
+        writer.write([completion(number)], row)
     writer.finish()
     if output.suffix == ".jsonl":
         return [json.loads(line) for line in output.read_bytes().decode().split("\n")[:-1]]
@@ -46,11 +46,11 @@ def test_columns_in_order_and_values(tmp_path: Path) -> None:
     writer = writer_for(output, pa.schema([("id", pa.int64()), ("prompt", pa.string())]), token_ids=True, logprobs=True)
     entry = TokenLogprob(7, -0.5, (7, 8), (-0.5, -1.5))
     writer.write(
-        completion(0, logprobs=(entry,), cumulative_logprob=-0.5, score=-0.25, cached_tokens=3, token_ids=(7,)),
+        [completion(0, logprobs=(entry,), cumulative_logprob=-0.5, score=-0.25, cached_tokens=3, token_ids=(7,))],
         {"id": 3, "prompt": "p"},
         lambda token: f"<{token}>",
     )
-    writer.write(Completion(1, "1", 0, Status.BAD_ROW, error="no \ud800"), {})
+    writer.write([Completion(1, "1", 0, Status.BAD_ROW, error="no \ud800")], {})
     writer.finish()
     table = pq.read_table(output)
     assert table.schema.names == [*FIXED, "token_ids", "logprobs", "input_id", "prompt", "extra"]
@@ -84,11 +84,11 @@ def test_prompt_logprobs_follow_logprobs_in_a_column_of_the_same_type(tmp_path: 
     columns = pa.schema([("prompt_logprobs", pa.int64()), ("prompt", pa.string())])
     writer = writer_for(output, columns, logprobs=True, prompt_logprobs=True)
     entry = TokenLogprob(7, -0.5, (8,), (-0.25,))
-    writer.write(completion(0, prompt_logprobs=(entry, entry)), {"prompt_logprobs": 1, "prompt": "p"}, str)
-    writer.write(completion(1, prompt_logprobs=()), {}, str)
-    writer.write(completion(2, logprobs=(entry,)), {}, str)
+    writer.write([completion(0, prompt_logprobs=(entry, entry))], {"prompt_logprobs": 1, "prompt": "p"}, str)
+    writer.write([completion(1, prompt_logprobs=())], {}, str)
+    writer.write([completion(2, logprobs=(entry,))], {}, str)
     with pytest.raises(ValueError, match="token_strings"):
-        writer.write(completion(3, prompt_logprobs=(entry,)), {})
+        writer.write([completion(3, prompt_logprobs=(entry,))], {})
     writer.finish()
     table = pq.read_table(output)
     names = [*FIXED, "logprobs", "prompt_logprobs", "input_prompt_logprobs", "prompt", "extra"]
@@ -98,7 +98,7 @@ def test_prompt_logprobs_follow_logprobs_in_a_column_of_the_same_type(tmp_path: 
     assert table["prompt_logprobs"].to_pylist() == [[token, token], [], None]
     assert table["logprobs"].to_pylist() == [None, None, [token]]
     without = writer_for(tmp_path / "without.parquet", columns, logprobs=True)
-    without.write(completion(0, prompt_logprobs=(entry,)), {})
+    without.write([completion(0, prompt_logprobs=(entry,))], {})
     without.finish()
     names.remove("prompt_logprobs")
     assert pq.read_table(tmp_path / "without.parquet").schema.names == names
@@ -107,7 +107,7 @@ def test_prompt_logprobs_follow_logprobs_in_a_column_of_the_same_type(tmp_path: 
 def test_a_part_is_closed_by_the_size_of_prompt_logprobs_too(tmp_path: Path) -> None:
     writer = writer_for(tmp_path / "out.parquet", part_bytes=10_000, prompt_logprobs=True)
     entry = TokenLogprob(7, -0.5, tuple(range(100)), (-0.5,) * 100)
-    writer.write(completion(0, prompt_logprobs=(entry,) * 10), {}, str)
+    writer.write([completion(0, prompt_logprobs=(entry,) * 10)], {}, str)
     assert writer.parts_written == 1
 
 
@@ -132,9 +132,11 @@ def test_merge_restores_input_order(
         patch.setattr(merge, "BATCH_ROWS", batch_rows)
         patch.setattr(merge, "GROUP_ROWS", 7)
         writer = writer_for(output, part_rows=part_rows)
-        for row, sample in done:
-            writer.write(completion(row, sample), {"prompt": f"p{row}"})
+        for row in dict.fromkeys(row for row, _ in done):  # a row comes with all its samples
+            samples = [sample for other, sample in done if other == row]
+            writer.write([completion(row, sample) for sample in samples], {"prompt": f"p{row}"})
         writer.finish()
+        writer.discard_parts()
     if name == "out.jsonl":
         rows = [json.loads(line) for line in output.read_bytes().decode().split("\n")[:-1]]
     else:
@@ -142,7 +144,11 @@ def test_merge_restores_input_order(
     assert [(row["row"], row["sample"]) for row in rows] == sorted(done)
     assert all(row["text"] == f"text {row['row']}/{row['sample']}" for row in rows)
     assert all(row["prompt"] == f"p{row['row']}" for row in rows)
-    assert [path.name for path in output.with_name(name + ".run").iterdir()] == []
+    left = sorted(path.name for path in output.with_name(name + ".run").rglob("*"))
+    if name == "out.parquet":
+        assert left == ["parts"]
+    else:
+        assert left == sorted(["parts", *(f"part-{number:05d}.parquet" for number in range(writer.parts_written))])
 
 
 def test_the_merge_opens_few_parts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +170,7 @@ def test_the_merge_opens_few_parts_at_a_time(tmp_path: Path, monkeypatch: pytest
         opened.clear()
         writer = writer_for(tmp_path / name, part_rows=20)
         for row in order:
-            writer.write(completion(row), {})
+            writer.write([completion(row)], {})
         writer.finish()
         assert pq.read_table(tmp_path / name)["row"].to_pylist() == rows
         assert max(opened) <= most
@@ -175,7 +181,7 @@ def test_parts_have_one_schema_and_are_sorted(tmp_path: Path) -> None:
     writer = writer_for(output, part_rows=10)
     order = random.Random(1).sample(range(95), 95)
     for row in order:
-        writer.write(completion(row), {"prompt": None if row % 2 else "p", "late": row} if row > 50 else {})
+        writer.write([completion(row)], {"prompt": None if row % 2 else "p", "late": row} if row > 50 else {})
     writer.flush()
     assert (writer.parts_written, writer.rows_written) == (10, 95)
     writer.finish()
@@ -191,7 +197,7 @@ def test_parts_have_one_schema_and_are_sorted(tmp_path: Path) -> None:
 def test_parts_close_by_size(tmp_path: Path) -> None:
     writer = writer_for(tmp_path / "out", part_bytes=10_000)
     for row in range(10):
-        writer.write(completion(row, text="x" * 3000), {"messages": [{"content": "y" * 3000}]})
+        writer.write([completion(row, text="x" * 3000)], {"messages": [{"content": "y" * 3000}]})
     assert writer.parts_written == 5
 
 
@@ -314,8 +320,10 @@ def test_json_lines_are_plain(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     columns = open_columns(tmp_path, [{"mixed": "é\u2028"}, {"mixed": [1]}, {"x": 1.5}])
     writer = writer_for(output, columns)
-    writer.write(completion(0, text='é\u2028\n"', cumulative_logprob=math.nan, score=-math.inf), {"mixed": {"k": [1]}})
-    writer.write(completion(1), {"mixed": "text", "x": math.nan})
+    writer.write(
+        [completion(0, text='é\u2028\n"', cumulative_logprob=math.nan, score=-math.inf)], {"mixed": {"k": [1]}}
+    )
+    writer.write([completion(1)], {"mixed": "text", "x": math.nan})
     writer.finish()
     data = output.read_bytes().decode()
     assert data.count("\n") == 2
@@ -338,7 +346,8 @@ def test_a_part_is_closed_when_its_first_row_is_old(tmp_path: Path, monkeypatch:
     now = 100.0
     monkeypatch.setattr("pagedgen.data.writer.time.monotonic", lambda: now)
     writer = writer_for(tmp_path / "out.parquet")
-    for row, seconds in enumerate([0.0, 59.0, 60.0, 61.0, 130.0]):
+    for row, seconds in enumerate([0.0, 29.0, 30.0, 31.0, 70.0]):
         now = 100.0 + seconds
-        writer.write(completion(row), {"prompt": "p"})
+        writer.write([completion(row)], {"prompt": "p"})
+        writer.flush_if_due()
     assert [writer.parts_written, writer.rows_written] == [2, 5]

@@ -43,7 +43,7 @@ def writer_for(
 ) -> ShardedWriter:
     config = OutputConfig(output, keep=keep, **options)
     layout = prepare_output(config)
-    layout.create()
+    layout.create(FileLayer())
     return ShardedWriter(
         layout, OutputColumns(columns, config), part_rows=part_rows, part_bytes=part_bytes, files=files or NoSync()
     )

@@ -5,6 +5,7 @@ folder, synced, renamed, and the folder is synced. Whoever wants to see what a c
 `FileLayer`.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -75,7 +76,7 @@ def write_json(path: Path, values: Mapping[str, Any], files: FileLayer | None = 
         with replace_file(files or FileLayer(), path) as file:
             file.write(text.encode() + b"\n")
     except OSError as error:
-        raise write_error(path, error, "make room, or choose another -o") from error
+        raise write_error(path, error, "or choose another -o") from error
 
 
 def temporary_path(path: Path) -> Path:
@@ -87,6 +88,15 @@ def is_temporary(path: Path) -> bool:
     return path.name.startswith(TEMPORARY_PREFIX) and path.name.endswith(TEMPORARY_SUFFIX)
 
 
-def write_error(path: Path, error: OSError, remedy: str) -> PagedgenError:
-    """The error to raise when `path` cannot be written; `remedy` says what is safe and what to do."""
-    return PagedgenError(f"{path} cannot be written ({error.strerror or error}); {remedy}")
+def write_error(path: Path, error: OSError, next_step: str) -> PagedgenError:
+    """The error to raise when `path` cannot be written. next_step: what to do once the cause is removed."""
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+    return PagedgenError(f"{path} cannot be written ({error.strerror or error}); {remedy}, {next_step}")
+
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+    errno.ENOENT: "leave its folder where it is",
+    errno.ENOTDIR: "check the path",
+}

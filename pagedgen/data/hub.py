@@ -1,5 +1,6 @@
 """Datasets of the `datasets` library: a Hub name, a local folder, or a folder written by `save_to_disk`; streamed."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pyarrow as pa
 from pagedgen.config import InputConfig
 from pagedgen.data.columnar import batch_rows, plain_schema
 from pagedgen.data.streams import first_line
-from pagedgen.data.text_formats import RawRow
+from pagedgen.data.text_formats import SAMPLE_ROWS, RawRow
 from pagedgen.errors import PagedgenError, UsageError
 
 _BATCH_ROWS = 512
@@ -33,6 +34,9 @@ class DatasetRows:
         if features is not None:
             return plain_schema(features.arrow_schema, self.name)
         return next((plain_schema(table.schema, self.name) for table in self._tables()), pa.schema([]))
+
+    def head(self) -> list[RawRow]:
+        return list(itertools.islice(self.rows(), SAMPLE_ROWS))
 
     def rows(self) -> Iterator[RawRow]:
         done = 0

@@ -3,20 +3,23 @@
 import errno
 import os
 import re
-import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pagedgen.config import OutputConfig
 from pagedgen.data.discover import RUN_FOLDER_SUFFIX
-from pagedgen.data.files import is_temporary, write_error
-from pagedgen.data.manifest import MANIFEST_NAME, read_manifest
+from pagedgen.data.files import FileLayer, is_temporary, temporary_path, write_error
+from pagedgen.data.lock import LOCK_NAME
+from pagedgen.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pagedgen.errors import UsageError
 
 PARTS_NAME = "parts"
-_PART = re.compile(r"part-\d{5,}\.parquet")
+STATS_NAME = "stats.json"
+_PART = re.compile(r"part-(\d{5,})\.parquet")
+_SET_ASIDE = re.compile(r"part-(\d{5,})\.parquet\.corrupt\d*")
+_MERGED = re.compile(r"merge-\d{5,}\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +28,13 @@ class OutputLayout:
 
     kind: what `output` is: one Parquet file, one JSON lines file, or a folder of Parquet parts.
     parts: the folder the parts are written to; that is `output` itself when `output` is a folder.
+    manifest: of the earlier run that goes on; None when a new one begins.
     """
 
     output: Path
     kind: Literal["parquet", "jsonl", "folder"]
     overwrite: bool
+    manifest: Manifest | None = None
 
     @property
     def run_folder(self) -> Path:
@@ -44,31 +49,67 @@ class OutputLayout:
 
     def finished_parts(self) -> list[Path]:
         """The parts that are complete, in the order they were written."""
-        if not self.parts.is_dir():
-            return []
-        return sorted((path for path in self.parts.iterdir() if _PART.fullmatch(path.name)), key=_part_number)
+        return sorted(self._matching(_PART), key=part_number)
 
-    def create(self) -> None:
-        """Makes the folders, and with `overwrite` clears what an earlier run left; nothing else is touched.
+    def set_aside_parts(self) -> list[Path]:
+        """The parts that were found damaged."""
+        return list(self._matching(_SET_ASIDE))
+
+    def sources(self) -> list[Path]:
+        """The files that hold the rows of the run so far, the oldest first: what was merged before, then the parts."""
+        manifest = self.manifest
+        merged = manifest is not None and manifest.merged and self.kind == "parquet" and self.output.is_file()
+        return [*([self.output] if merged else []), *self.finished_parts()]
+
+    def unfinished_files(self) -> list[Path]:
+        """What was being written when a run ended without having a say in it."""
+        folders = {self.parts, self.run_folder}
+        files = [path for folder in folders if folder.is_dir() for path in folder.iterdir() if _is_unfinished(path)]
+        output = temporary_path(self.output)
+        return [*files, output] if self.kind != "folder" and output.is_file() else files
+
+    def create(self, files: FileLayer) -> None:
+        """Makes the folders for a new run, and clears what an earlier one left; nothing else is touched. The manifest
+        goes last: while parts are there it is theirs.
 
         An earlier single output file stays until the new one replaces it. Raises PagedgenError.
         """
         try:
+            for path in [*self.finished_parts(), *self.set_aside_parts(), *self.unfinished_files()]:
+                files.remove(path)
             if self.run_folder.is_dir():
-                shutil.rmtree(self.run_folder)
-            if self.kind == "folder" and self.output.is_dir() and self.overwrite:
-                for path in [*self.finished_parts(), *filter(_is_part_temporary, self.output.iterdir())]:
-                    path.unlink()
-            self.run_folder.mkdir(parents=True)
-            self.parts.mkdir(parents=True, exist_ok=True)
+                for path in sorted(self.run_folder.iterdir(), key=lambda path: path.name == MANIFEST_NAME):
+                    if path.is_file() and path.name != LOCK_NAME:
+                        files.remove(path)
         except OSError as error:
-            raise write_error(self.output, error, "choose another -o") from error
+            raise write_error(self.output, error, "or choose another -o") from error
+        self.make_folders()
+
+    def make_folders(self) -> None:
+        """Makes the folders that are not there. Raises PagedgenError."""
+        try:
+            for folder in (self.run_folder, self.parts):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(self.output, error, "or choose another -o") from error
+
+    def _matching(self, pattern: re.Pattern[str]) -> Iterator[Path]:
+        return (
+            (path for path in self.parts.iterdir() if pattern.fullmatch(path.name)) if self.parts.is_dir() else iter(())
+        )
+
+
+def part_number(path: Path) -> int:
+    """A part's number, also when it was set aside; -1 for what is no part."""
+    match = _PART.fullmatch(path.name) or _SET_ASIDE.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 def prepare_output(config: OutputConfig, inputs: Iterable[Path] = ()) -> OutputLayout:
     """Checks that the output can be written, without writing or removing anything.
 
-    inputs: the files that are read, none of which may be written over. Raises UsageError.
+    The layout has a manifest when there is a run to go on with: one that was not finished, or a finished one whose
+    output is still there. inputs: the files that are read, none of which may be written over. Raises UsageError.
     """
     path = Path(os.path.expanduser(config.path))
     if str(path) == "-":
@@ -78,7 +119,7 @@ def prepare_output(config: OutputConfig, inputs: Iterable[Path] = ()) -> OutputL
     if config.overwrite:
         _check_is_ours(layout)
     else:
-        _check_is_new(layout)
+        layout = replace(layout, manifest=_earlier_run(layout))
     _check_is_writable(layout)
     return layout
 
@@ -108,40 +149,60 @@ def _check_inputs(layout: OutputLayout, inputs: Iterable[Path]) -> None:
             raise UsageError(f"the output folder {layout.output} holds the input {path}; choose another -o")
 
 
-def _check_is_new(layout: OutputLayout) -> None:
+def _earlier_run(layout: OutputLayout) -> Manifest | None:
+    """The manifest of the run to go on with. Raises UsageError when something is in the way."""
     output, run_folder = layout.output, layout.run_folder
-    if layout.kind != "folder" and os.path.lexists(output):
-        raise UsageError(f"the output {output} exists; use --overwrite or another -o")
-    if layout.kind == "folder" and output.is_dir() and any(output.iterdir()):
-        raise UsageError(f"the output folder {output} is not empty; use --overwrite or another -o")
-    if os.path.lexists(run_folder) and not _is_finished(run_folder):
-        raise UsageError(f"{run_folder} is left from an unfinished run; use --overwrite to discard it, or another -o")
+    is_there = os.path.lexists(output) if layout.kind != "folder" else output.is_dir() and any(output.iterdir())
+    manifest = None if run_folder.is_symlink() else read_manifest(run_folder)
+    if manifest is None:
+        if is_there and layout.kind == "folder":
+            raise UsageError(f"the output folder {output} is not empty; use --overwrite or another -o")
+        if is_there:
+            raise UsageError(f"the output {output} exists; use --overwrite or another -o")
+        if os.path.lexists(run_folder) and not _is_bare(run_folder):
+            raise UsageError(
+                f"{run_folder} has no manifest that can be read, so its run cannot go on; use --overwrite to discard "
+                "it, or another -o"
+            )
+        return None
+    if layout.kind == "folder":
+        _check_has_only_parts(layout)
+    elif is_there and not (manifest.merged or manifest.replaces):
+        raise UsageError(
+            f"the output {output} exists, but is not of the unfinished run in {run_folder}; use --overwrite or another "
+            "-o"
+        )
+    return manifest if is_there or manifest.status != "finished" else None
 
 
 def _check_is_ours(layout: OutputLayout) -> None:
-    """A run folder is removed whole, so it must be one; and whoever reads an output folder reads all that is in it."""
+    """A run folder is cleared, so it must be one; and whoever reads an output folder reads all that is in it."""
     if layout.kind == "folder" and layout.output.is_dir():
-        ours = {path.name for path in layout.finished_parts()}
-        for path in sorted(layout.output.glob("*.parquet")):
-            if path.name not in ours:
-                raise UsageError(
-                    f"the output folder {layout.output} holds {path.name}, which is none of its parts; "
-                    "choose another -o"
-                )
+        _check_has_only_parts(layout)
     folder = layout.run_folder
     if not os.path.lexists(folder):
         return
     names = set(os.listdir(folder)) if folder.is_dir() and not folder.is_symlink() else {""}
-    if names and MANIFEST_NAME not in names and not names <= {PARTS_NAME}:
+    if MANIFEST_NAME not in names and not names <= {PARTS_NAME, LOCK_NAME}:
         raise UsageError(f"{folder} was not made by pagedgen; remove it, or choose another -o")
 
 
-def _is_finished(folder: Path) -> bool:
-    """Whether a run folder holds nothing that is still needed: an empty one, or that of a finished run."""
+def _check_has_only_parts(layout: OutputLayout) -> None:
+    ours = {path.name for path in layout.finished_parts()}
+    for path in sorted(layout.output.glob("*.parquet")):
+        if path.name not in ours:
+            raise UsageError(
+                f"the output folder {layout.output} holds {path.name}, which is none of its parts; choose another -o"
+            )
+
+
+def _is_bare(folder: Path) -> bool:
+    """Whether a run folder holds nothing yet that could be lost."""
     if not folder.is_dir() or folder.is_symlink():
         return False
-    manifest = read_manifest(folder)
-    return manifest.status == "finished" if manifest is not None else not any(folder.iterdir())
+    parts = folder / PARTS_NAME
+    entries = [path for path in folder.iterdir() if not _is_unfinished(path) and path.name != LOCK_NAME]
+    return entries in ([], [parts]) and not (parts.is_dir() and any(parts.iterdir()))
 
 
 def _check_is_writable(layout: OutputLayout) -> None:
@@ -157,9 +218,8 @@ def _check_is_writable(layout: OutputLayout) -> None:
             raise UsageError(f"the output {layout.output} cannot be written ({needed}: {reason}); choose another -o")
 
 
-def _part_number(path: Path) -> int:
-    return int(path.stem.removeprefix("part-"))
-
-
-def _is_part_temporary(path: Path) -> bool:
-    return is_temporary(path) and bool(_PART.fullmatch(path.name[1:].removesuffix(".tmp")))
+def _is_unfinished(path: Path) -> bool:
+    """Whether a file is one of ours that never got its name, or a step between parts and output."""
+    name = path.name[1:].removesuffix(".tmp") if is_temporary(path) else ""
+    ours = _PART.fullmatch(name) or _MERGED.fullmatch(name) or name in (MANIFEST_NAME, STATS_NAME)
+    return bool(ours or _MERGED.fullmatch(path.name))

@@ -2,12 +2,12 @@
 
 Each part is sorted by (row, sample). Parts mostly follow each other, so one is opened only when the merge reaches its
 first row. Where more than `FAN_IN` overlap, groups of them are merged into longer ones first: memory and open files are
-bounded whatever the order.
+bounded whatever the order. Where a row stands in several parts, as after a retry, the newest one counts.
 """
 
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pagedgen.data.columns import is_json_field, to_json
 from pagedgen.data.files import FileLayer, replace_file
+from pagedgen.data.finished import find_superseded, naming_parts
 
 FAN_IN = 32
 BATCH_ROWS = 1024
@@ -27,43 +28,52 @@ GROUP_BYTES = 32 << 20
 COMPRESSION = "zstd"
 
 Key = tuple[int, int]
+ToLines = Callable[[Iterable[pa.Table]], Iterator[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A sorted file whose column 0, `row`, goes from `first` to `last`."""
+    """A sorted file whose column 0, `row`, goes from `first` to `last`. superseded: rows to leave out, sorted."""
 
     path: Path
     first: int
     last: int
+    superseded: NDArray[np.int64] | None = None
 
 
 def merge_to_parquet(files: FileLayer, parts: Sequence[Path], target: Path, schema: pa.Schema, scratch: Path) -> None:
-    """Merges sorted parts into one Parquet file. scratch: folder for intermediate files. Raises OSError."""
+    """Merges sorted parts, the oldest first, into one Parquet file. scratch: folder for intermediate files. Raises
+    OSError, and PagedgenError for a part that is damaged."""
     with replace_file(files, target) as file:
         _write_parquet(file, _merged(files, parts, schema, scratch), schema)
 
 
-def merge_to_json_lines(
-    files: FileLayer, parts: Sequence[Path], target: Path, schema: pa.Schema, scratch: Path
+def merge_to_lines(
+    files: FileLayer, parts: Sequence[Path], target: Path, schema: pa.Schema, scratch: Path, to_lines: ToLines
 ) -> None:
-    """Merges sorted parts into JSON lines, one object a line in column order. Raises OSError.
-
-    Columns kept as JSON text become JSON values again; NaN and infinities become null.
-    """
+    """Merges sorted parts, the oldest first, into a text file. to_lines: makes its lines from the merged tables. Raises
+    OSError, and PagedgenError for a part that is damaged."""
     with replace_file(files, target) as file:
-        for table in _merged(files, parts, schema, scratch):
-            file.write("".join(_json_lines(table)).encode())
+        for line in to_lines(_merged(files, parts, schema, scratch)):
+            file.write(line.encode())
 
 
-def _json_lines(table: pa.Table) -> Iterator[str]:
+def json_lines(tables: Iterable[pa.Table]) -> Iterator[str]:
+    """Each row as one JSON object on a line, in column order. Columns kept as JSON text become JSON values again; NaN
+    and infinities become null."""
+    for table in tables:
+        yield "".join(to_json(row) + "\n" for row in plain_rows(table))
+
+
+def plain_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows as Python values, those of JSON columns parsed."""
     names = table.schema.names
     columns = [
         _parsed(column.to_pylist()) if is_json_field(field) else column.to_pylist()
         for field, column in zip(table.schema, table.columns, strict=True)
     ]
     for values in zip(*columns, strict=True):
-        yield to_json(dict(zip(names, values, strict=True))) + "\n"
+        yield dict(zip(names, values, strict=True))
 
 
 def _parsed(values: list[str | None]) -> list[Any]:
@@ -71,7 +81,7 @@ def _parsed(values: list[str | None]) -> list[Any]:
 
 
 def _write_parquet(file: BinaryIO, tables: Iterator[pa.Table], schema: pa.Schema) -> None:
-    writer = pq.ParquetWriter(file, schema, compression=COMPRESSION)
+    writer = pq.ParquetWriter(file, schema, compression=COMPRESSION, write_page_checksum=True)
     pending: list[pa.Table] = []
     rows = size = 0
     for table in tables:
@@ -86,7 +96,10 @@ def _write_parquet(file: BinaryIO, tables: Iterator[pa.Table], schema: pa.Schema
 
 
 def _merged(files: FileLayer, paths: Sequence[Path], schema: pa.Schema, scratch: Path) -> Iterator[pa.Table]:
-    parts = sorted((part for path in paths if (part := _inspect(path))), key=lambda part: part.first)
+    superseded = find_superseded(paths)
+    with naming_parts():
+        inspected = [part for path in paths if (part := _inspect(path, superseded.get(path)))]
+    parts = sorted(inspected, key=lambda part: part.first)
     made: list[Path] = []
     while _depth(parts) > FAN_IN:
         groups = [parts[start : start + FAN_IN] for start in range(0, len(parts), FAN_IN)]
@@ -102,13 +115,15 @@ def _merged(files: FileLayer, paths: Sequence[Path], schema: pa.Schema, scratch:
         files.remove(path)
 
 
-def _inspect(path: Path) -> _Part | None:
+def _inspect(path: Path, superseded: NDArray[np.int64] | None) -> _Part | None:
     """The part's range of rows; None when it has no rows."""
     with pq.ParquetFile(path) as file:
         metadata = file.metadata
         groups = [metadata.row_group(group).column(0).statistics for group in range(metadata.num_row_groups)]
     bounds = [group for group in groups if group is not None and group.has_min_max]
-    return _Part(path, min(b.min for b in bounds), max(b.max for b in bounds)) if bounds else None
+    if not bounds:
+        return None
+    return _Part(path, min(b.min for b in bounds), max(b.max for b in bounds), superseded)
 
 
 def _depth(parts: Sequence[_Part]) -> int:
@@ -127,21 +142,29 @@ class _Cursor:
     """An open part and the rows of it that are not merged yet."""
 
     def __init__(self, part: _Part) -> None:
-        self._file = pq.ParquetFile(part.path, buffer_size=1 << 16, pre_buffer=False)
+        self._superseded = part.superseded
+        self._file = pq.ParquetFile(part.path, page_checksum_verification=True, buffer_size=1 << 16, pre_buffer=False)
         self._batches: Iterator[pa.RecordBatch] = self._file.iter_batches(batch_size=BATCH_ROWS)
         self._batch = pa.Table.from_batches([], self._file.schema_arrow)
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._samples: NDArray[np.int32] = np.empty(0, np.int32)
         self.advance()
 
     def advance(self) -> bool:
-        """Loads the next batch; False, and the file is closed, when there is none."""
-        batch = next(self._batches, None)
+        """Loads the next batch that has rows; False, and the file is closed, when there is none."""
+        with naming_parts():
+            batch = next((batch for batch in map(self._kept, self._batches) if batch.num_rows), None)
         if batch is None:
             self._file.close()
             return False
         self._batch = pa.Table.from_batches([batch])
-        self._rows: NDArray[np.int64] = batch.column("row").to_numpy()
-        self._samples: NDArray[np.int32] = batch.column("sample").to_numpy()
+        self._rows, self._samples = batch.column("row").to_numpy(), batch.column("sample").to_numpy()
         return True
+
+    def _kept(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if self._superseded is None:
+            return batch
+        return batch.filter(pa.array(~np.isin(batch.column("row").to_numpy(), self._superseded)))
 
     @property
     def last(self) -> Key:
@@ -169,13 +192,21 @@ def _merge(parts: Sequence[_Part]) -> Iterator[pa.Table]:
     cursors: list[_Cursor] = []
     while waiting or cursors:
         if not cursors:
-            cursors.append(_Cursor(waiting.pop()))
+            cursors += _opened(waiting.pop())
+            continue
         limit = min(cursor.last for cursor in cursors)
         while waiting and (waiting[-1].first, 0) <= limit:
-            cursors.append(_Cursor(waiting.pop()))
+            cursors += _opened(waiting.pop())
             limit = min(limit, cursors[-1].last)
         yield _sorted([cursor.take_until(limit) for cursor in cursors])
         cursors = [cursor for cursor in cursors if not cursor.is_empty or cursor.advance()]
+
+
+def _opened(part: _Part) -> list[_Cursor]:
+    """The part's cursor, unless all its rows are superseded."""
+    with naming_parts():
+        cursor = _Cursor(part)
+    return [] if cursor.is_empty else [cursor]
 
 
 def _sorted(tables: Sequence[pa.Table]) -> pa.Table:

@@ -4,7 +4,7 @@ import io
 import itertools
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
@@ -14,14 +14,14 @@ import pyarrow as pa
 from pagedgen.config import InputConfig
 from pagedgen.data.columns import ColumnInference, identifier, merge_schemas
 from pagedgen.data.discover import find_files, stem_of
+from pagedgen.data.fingerprint import Change, InputFingerprint, compare_files, fingerprint_files, fingerprint_head
 from pagedgen.data.hub import DatasetRows
 from pagedgen.data.json_document import document_rows
 from pagedgen.data.streams import buffered, naming_file, numbered_lines, skip_byte_order_mark
-from pagedgen.data.text_formats import RawRow, RowFile, json_rows, parse_object, text_rows
+from pagedgen.data.text_formats import SAMPLE_ROWS, RawRow, RowFile, json_rows, parse_object, text_rows
 from pagedgen.errors import UsageError
 from pagedgen.request import PromptRecord
 
-SAMPLE_ROWS = 1000
 _MIN_SAMPLE_ROWS = 20
 COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # how gzip and Zstandard begin
 
@@ -36,6 +36,14 @@ class RowSource(Protocol):
     def rows(self) -> Iterator[RawRow]: ...
 
 
+class SampledSource(RowSource, Protocol):
+    """What is no file; it can be told by its first rows."""
+
+    def head(self) -> Sequence[RawRow]:
+        """The first `SAMPLE_ROWS` rows, or all that there are; they are not used up."""
+        ...
+
+
 class InputSource:
     """The rows of an input, streamed; memory does not depend on how many there are.
 
@@ -46,7 +54,7 @@ class InputSource:
 
     def __init__(
         self,
-        sources: Iterable[RowSource],
+        sources: Iterable[RowFile | SampledSource],
         columns: pa.Schema,
         *,
         stem: str,
@@ -71,6 +79,33 @@ class InputSource:
     def bytes_read(self) -> int:
         """How much of `total_bytes` has been read."""
         return sum(source.progress.bytes_read for source in self._sources if isinstance(source, RowFile))
+
+    def fingerprint(self) -> InputFingerprint:
+        """What the input holds now: of files all of it, else the first rows. Raises PagedgenError for a file that
+        cannot be read."""
+        if self.files:
+            return fingerprint_files(self._named_files)
+        return fingerprint_head(row.columns for row in self._head())
+
+    def change_since(self, old: InputFingerprint) -> Change | str:
+        """Whether the rows of a fingerprint are still there, at the same places: "same", "grown" when others came after
+        them, else what is different, in words. Raises PagedgenError for a file that cannot be read."""
+        if bool(old.files) != bool(self.files):
+            return "the input is of another kind"
+        if self.files:
+            return compare_files(old.files, self._named_files)
+        head = self._head()
+        now = fingerprint_head(row.columns for row in head[: old.head_rows])
+        if (now.head_rows, now.head_digest) != (old.head_rows, old.head_digest):
+            return f"the first rows of {self.description} have changed"
+        return "grown"  # its end is not known before it has been read
+
+    @property
+    def _named_files(self) -> list[tuple[str, Path]]:
+        return [(source.name, source.path) for source in self._sources if isinstance(source, RowFile)]
+
+    def _head(self) -> list[RawRow]:
+        return [row for source in self._sources if not isinstance(source, RowFile) for row in source.head()]
 
     def __iter__(self) -> Iterator[PromptRecord]:
         """Raises PagedgenError when a file turns out to be truncated or corrupt."""
@@ -161,6 +196,9 @@ class _Stream:
         for row in self._head:
             inference.add(row.columns)
         return inference.schema()
+
+    def head(self) -> Sequence[RawRow]:
+        return self._head
 
     def rows(self) -> Iterator[RawRow]:
         head, self._head = self._head, []

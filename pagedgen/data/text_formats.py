@@ -53,7 +53,7 @@ class RowFile:
         return sample_columns(self, sample_rows)
 
 
-SAMPLE_BYTES = 16 << 20
+SAMPLE_ROWS, SAMPLE_BYTES = 1000, 16 << 20
 
 
 def sample_columns(source: RowFile, sample_rows: int) -> pa.Schema:

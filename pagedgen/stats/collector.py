@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,7 @@ class RunStats:
         self._history = Timeline(self._created)
         self._rows = RecentHalf(self._created)
         self._rows_done = 0
+        self._rows_earlier = 0
         self._rows_total: int | None = None
         self._input_fraction: float | None = None
         self._rows_read = 0
@@ -149,7 +150,7 @@ class RunStats:
             self._last = sample
             self._window.record(sample.end, (totals.prompt_tokens, totals.output_tokens))
             self._history.add(sample.start, sample.end, sample.output_tokens)
-            self._rows.record(sample.end, self._rows_done)
+            self._rows.record(sample.end, self._rows_done - self._rows_earlier)
 
     def add_completion(self, completion: Completion) -> None:
         """Count one outcome. A row is done when its sample 0 is: each row has exactly one."""
@@ -162,6 +163,23 @@ class RunStats:
                 self._errors.append(
                     ErrorExample(completion.row, completion.status, completion.error or "no reason given")
                 )
+
+    def add_earlier(self, rows: int, statuses: Mapping[Status, int]) -> None:
+        """Count the outcomes that an earlier process of the same run has left: they are done, but took no time now."""
+        with self._lock:
+            self._rows_earlier += rows
+            self._rows_done += rows
+            self._statuses.update(statuses)
+
+    @property
+    def rows_earlier(self) -> int:
+        return self._rows_earlier
+
+    @property
+    def failed_of(self) -> tuple[int, int]:
+        """(completions that are not `ok`, rows that are done)."""
+        with self._lock:
+            return self._statuses.total() - self._statuses[Status.OK], self._rows_done
 
     def snapshot(self) -> StatsSnapshot:
         """The run as it is now; a copy that later steps do not change."""
@@ -182,8 +200,8 @@ class RunStats:
         window_s, (prompt_rate, output_rate) = self._window.rates(now, (t.prompt_tokens, t.output_tokens))
         generating = last.end - self._first_start if last else 0.0
         running_for = now - self._first_start if last else 0.0
-        rows_rate = self._rows.rate(now, done) if last else 0.0
-        average = done / running_for if running_for > 0 else 0.0
+        rows_rate = self._rows.rate(now, done - self._rows_earlier) if last else 0.0
+        average = (done - self._rows_earlier) / running_for if running_for > 0 else 0.0
         phases = dict(self._phases)
         if self._phase is not None:
             phases[self._phase] += now - self._phase_start
@@ -199,6 +217,7 @@ class RunStats:
             generating_s=generating,
             last=last,
             rows_done=done,
+            rows_earlier=self._rows_earlier,
             rows_total=total,
             rows_total_exact=exact,
             progress=min(done / total, 1.0) if total else None,
@@ -245,6 +264,7 @@ def summary_dict(s: StatsSnapshot) -> dict[str, Any]:
         "generating_s": s.generating_s,
         "steps": s.steps,
         "rows_done": s.rows_done,
+        "rows_done_earlier": s.rows_earlier,
         "rows_total": s.rows_total if s.rows_total_exact else None,
         "completions_by_status": {str(status): count for status, count in s.statuses.items()},
         "finish_reasons": {str(reason): count for reason, count in s.finish_reasons.items()},
@@ -253,7 +273,7 @@ def summary_dict(s: StatsSnapshot) -> dict[str, Any]:
         "output_tokens": s.output_tokens,
         "prompt_tokens_per_s": s.prompt_rate_overall,
         "output_tokens_per_s": s.output_rate_overall,
-        "rows_per_s": s.rows_done / s.generating_s if s.generating_s > 0 else 0.0,
+        "rows_per_s": (s.rows_done - s.rows_earlier) / s.generating_s if s.generating_s > 0 else 0.0,
         "kv_bytes": info.kv_bytes if info else None,
         "kv_blocks": info.kv_blocks if info else None,
         "block_size": info.block_size if info else None,

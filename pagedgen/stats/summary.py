@@ -79,6 +79,8 @@ def summary_sections(s: StatsSnapshot, output: Path, width: int, glyphs: Glyphs)
 
 def _rows(s: StatsSnapshot) -> list[Text]:
     items = [value(f"{s.rows_done:,}", "done")]
+    if s.rows_earlier:
+        items.append(value(f"{s.rows_earlier:,}", "of them earlier"))
     if s.rows_total_exact and s.rows_total is not None and s.rows_total > s.rows_done:
         items.append(value(f"{s.rows_total - s.rows_done:,}", "left", ALARM))
     if s.completions != s.rows_done:
@@ -107,7 +109,7 @@ def _tokens(s: StatsSnapshot) -> list[Text]:
 def _rates(s: StatsSnapshot) -> list[Text]:
     if s.generating_s <= 0:
         return []
-    rows, unit = format_row_rate(s.rows_done / s.generating_s).split(" ", 1)
+    rows, unit = format_row_rate((s.rows_done - s.rows_earlier) / s.generating_s).split(" ", 1)
     tokens = [value(format_rate(rate), "tok/s") for rate in (s.prompt_rate_overall, s.output_rate_overall)]
     return [Text.assemble(name, text) for name, text in zip(("in ", "out "), tokens, strict=True)] + [value(rows, unit)]
 

@@ -87,6 +87,7 @@ class StatsSnapshot:
 
     phase: what the run is doing, and since when (`phase_s`); phases: time spent in each, in order of first appearance.
     generating_s: from the start of the first step to the end of the last one. last: the latest step.
+    rows_earlier: of the rows done, those that an earlier process of the run has done.
     rows_total: rows in the input; an estimate while `rows_total_exact` is false. progress: rows done of it.
     statuses, finish_reasons: completions by each. A row's n samples are n completions.
     prompt_rate, output_rate: tokens computed and drawn over about the last ten seconds (`window_s`);
@@ -105,6 +106,7 @@ class StatsSnapshot:
     generating_s: float
     last: StepSample | None
     rows_done: int
+    rows_earlier: int
     rows_total: int | None
     rows_total_exact: bool
     progress: float | None
