@@ -126,7 +126,8 @@ class _Job:
             with self._display, self._record:
                 is_complete = self._run()
         except KeyboardInterrupt:
-            raise JobInterrupted("interrupted before it had begun; nothing is lost") from None
+            again = command_to_go_on(self._config)
+            raise JobInterrupted(f"interrupted before it had begun, and nothing is lost; to go on: {again}") from None
         snapshot, output = self._stats.snapshot(), self._layout.output
         if not self._config.quiet:
             with suppress(OSError):  # nobody reads it any more

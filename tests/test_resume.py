@@ -269,6 +269,7 @@ def test_retry_runs_rows_of_a_status_again(
     run_job(replace(config, retry=(Status.NAN_LOGITS, Status.UNFIT)))
     after = read(tmp_path / kind)
     assert [row["row"] for row in after if row["text"] == "mended"] == bad
+    assert [(row["row"], row["sample"]) for row in after] == [(row["row"], row["sample"]) for row in before]
     assert [row for row in after if row["row"] not in bad] == [row for row in before if row["row"] not in bad]
     assert run_job(config).all_ok is False, "there are rows without a prompt"
 
