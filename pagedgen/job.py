@@ -86,12 +86,13 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None, files: FileLayer |
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Keep the garbage collector from going through all that is imported and loaded, over and over while it grows, and
-    again during the run: none of it is garbage."""
+    again during the run: none of it is garbage. Later jobs of one process freeze nothing: what earlier ones left is."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if not gc.get_freeze_count():
+            gc.freeze()
         gc.set_threshold(20_000)  # the rows that wait to be written are no garbage either
         gc.enable()
 

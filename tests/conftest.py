@@ -54,3 +54,14 @@ def folder(tmp_path, monkeypatch):
     """An empty folder, which is the current one meanwhile."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def fake_jobs(monkeypatch):
+    """Jobs run with a stand-in for the engine, and write small parts."""
+    from fake_engine import FakeEngine
+
+    from pagedgen.data.writer import ShardedWriter
+
+    monkeypatch.setattr("pagedgen.engine.Engine", FakeEngine)
+    monkeypatch.setitem(ShardedWriter.__init__.__kwdefaults__, "part_rows", 13)

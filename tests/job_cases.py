@@ -8,6 +8,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pagedgen.config import EngineConfig, InputConfig, JobConfig
+from pagedgen.job import run_job
+
+ROWS = 60
+KINDS = ("out.parquet", "out.jsonl", "out")
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -34,3 +38,20 @@ def read(output: Path) -> list[dict[str, Any]]:
         assert all(path.name.startswith("part-") for path in output.iterdir()), list(output.iterdir())
     table = pq.read_table(output)
     return table.sort_by([("row", "ascending"), ("sample", "ascending")]).to_pylist()
+
+
+def rows_of(count: int = ROWS) -> list[dict[str, Any]]:
+    """Rows of all kinds: fine, with samples, broken, without a prompt."""
+    rows: list[dict[str, Any]] = [{"prompt": "x" * (number % 23 + 1), "number": number} for number in range(count)]
+    for number in range(0, count, 5):
+        rows[number]["n"] = 3
+    for number in range(7, count, 10):
+        rows[number] = {"number": number}
+    return rows
+
+
+def uninterrupted(folder: Path, model: str, kind: str, **changes: Any) -> list[dict[str, Any]]:
+    folder.mkdir()
+    write_rows(folder / "in.jsonl", rows_of())
+    run_job(job(folder, model, kind, **changes))
+    return read(folder / kind)

@@ -9,7 +9,7 @@ README = TESTS.parent / "README.md"
 BACKED_BY = {
     "the process is killed": [
         "test_kill.py::test_a_job_that_is_killed_twenty_times_gives_the_same",
-        "test_resume.py::test_a_fault_at_any_operation_of_the_disk_loses_nothing",
+        "test_faults.py::test_a_fault_at_any_operation_of_the_disk_loses_nothing",
     ],
     "Ctrl-C, SIGTERM or SIGHUP": ["test_cli.py::test_a_run_that_is_told_to_end_keeps_what_is_finished"],
     "a second signal": [
@@ -32,13 +32,13 @@ BACKED_BY = {
         "test_fingerprint.py::test_a_stream_is_told_by_its_first_rows",
     ],
     "two processes write to one output": ["test_robustness.py::test_a_second_process_is_refused"],
-    "the disk is full": ["test_resume.py::test_a_fault_at_any_operation_of_the_disk_loses_nothing"],
+    "the disk is full": ["test_faults.py::test_a_fault_at_any_operation_of_the_disk_loses_nothing"],
     "the output folder is removed": [
-        "test_resume.py::test_a_folder_that_is_removed_under_way_ends_the_run_in_a_sentence",
+        "test_faults.py::test_a_folder_that_is_removed_under_way_ends_the_run_in_a_sentence",
         "test_robustness.py::test_a_disk_that_becomes_read_only_ends_the_run_in_a_sentence",
     ],
     "a finished part is damaged": [
-        "test_resume.py::test_a_damaged_part_is_set_aside_and_its_rows_run_again",
+        "test_faults.py::test_a_damaged_part_is_set_aside_and_its_rows_run_again",
         "test_finished.py::test_a_damaged_part_is_renamed",
     ],
     "a step runs out of memory": ["test_out_of_memory.py::*"],

@@ -14,10 +14,7 @@ from pagedgen.data.lock import RunLock
 from pagedgen.errors import PagedgenError
 from pagedgen.job import run_job
 
-
-@pytest.fixture(autouse=True)
-def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagedgen.engine.Engine", FakeEngine)
+pytestmark = pytest.mark.usefixtures("fake_jobs")
 
 
 def run_lines(folder: Path, model: str, content: bytes) -> list[dict[str, Any]]:

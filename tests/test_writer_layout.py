@@ -76,7 +76,7 @@ def test_an_unfinished_run_goes_on_and_a_finished_one_without_output_is_replaced
     layout = prepare(output)
     assert layout.manifest is None
     layout.create(FileLayer())
-    assert [path.name for path in folder.iterdir()] == ["parts"]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "parts"]
     assert list((folder / "parts").iterdir()) == []
 
 
@@ -128,7 +128,7 @@ def test_overwrite_removes_only_what_is_ours(tmp_path: Path) -> None:
     assert len(list(output.iterdir())) == 5
     layout.create(FileLayer())
     assert sorted(path.name for path in output.iterdir()) == [".other.tmp", "notes.md", "part-x.txt"]
-    assert [path.name for path in folder.iterdir()] == ["parts"]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "parts"]
 
 
 def test_a_folder_with_someone_else_s_parts_is_refused(tmp_path: Path) -> None:

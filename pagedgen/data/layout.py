@@ -69,17 +69,17 @@ class OutputLayout:
         return [*files, output] if self.kind != "folder" and output.is_file() else files
 
     def create(self, files: FileLayer) -> None:
-        """Makes the folders for a new run, and clears what an earlier one left; nothing else is touched. The manifest
-        goes last: while parts are there it is theirs.
+        """Makes the folders for a new run, and clears what an earlier one left; nothing else is touched.
 
-        An earlier single output file stays until the new one replaces it. Raises PagedgenError.
+        The earlier manifest stays until the new one replaces it: parts without a manifest, or with another's, there are
+        at no moment. So does an earlier single output file. Raises PagedgenError.
         """
         try:
             for path in [*self.finished_parts(), *self.set_aside_parts(), *self.unfinished_files()]:
                 files.remove(path)
             if self.run_folder.is_dir():
-                for path in sorted(self.run_folder.iterdir(), key=lambda path: path.name == MANIFEST_NAME):
-                    if path.is_file() and path.name != LOCK_NAME:
+                for path in self.run_folder.iterdir():
+                    if path.is_file() and path.name not in (LOCK_NAME, MANIFEST_NAME):
                         files.remove(path)
         except OSError as error:
             raise write_error(self.output, error, "or choose another -o") from error
@@ -182,7 +182,8 @@ def _check_is_ours(layout: OutputLayout) -> None:
     folder = layout.run_folder
     if not os.path.lexists(folder):
         return
-    names = set(os.listdir(folder)) if folder.is_dir() and not folder.is_symlink() else {""}
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    names = {path.name for path in folder.iterdir() if not _is_unfinished(path)} if is_folder else {""}
     if MANIFEST_NAME not in names and not names <= {PARTS_NAME, LOCK_NAME}:
         raise UsageError(f"{folder} was not made by pagedgen; remove it, or choose another -o")
 
