@@ -142,6 +142,8 @@ class _Job:
     def _run(self) -> bool:
         """Do what is left to do; whether that was nothing."""
         earlier = self._layout.manifest
+        self._display.phase("looking at the input")
+        fingerprint = self._source.fingerprint().as_json()  # before a stream's first rows are gone
         rows: Iterator[PromptRecord] = iter(self._source)
         finished = Finished()
         if earlier is not None:
@@ -159,7 +161,6 @@ class _Job:
             with _collector_paused():
                 engine, renderer, defaults = self._prepare()
             generate = partial(self._generate, engine, self._requests(chain([first], rows), renderer, defaults))
-        fingerprint = self._source.fingerprint().as_json()
         with self._interrupts.deferred():
             if earlier is not None:
                 self._record.go_on(input_fingerprint=fingerprint)
@@ -172,7 +173,9 @@ class _Job:
         """Whether the earlier run has finished, and nothing is asked for or has come to the input since."""
         self._display.phase("checking what has changed")
         unchanged = check_same_run(self._layout, earlier, self._identity(), self._source)
-        if earlier.status != "finished" or not unchanged or self._config.retry or self._layout.kind == "folder":
+        # Of a folder, each part is looked at.
+        is_whole = self._layout.kind != "folder" and self._layout.output_bytes() == earlier.output_bytes
+        if earlier.status != "finished" or not unchanged or self._config.retry or not is_whole:
             return False
         statuses = {Status(name): count for name, count in (earlier.statuses or {}).items()}
         self._stats.add_earlier(earlier.rows or 0, statuses)
@@ -183,7 +186,7 @@ class _Job:
         self._display.phase("reading what is finished")
         finished = self._record.find_finished(self._columns, self._config.retry)
         for path in finished.set_aside:
-            self._display.warn(f"a part was damaged; it is now {path}, and its rows run again")
+            self._display.warn(f"a finished file was damaged or changed; it is now {path}, and made anew")
         self._stats.add_earlier(len(finished.rows), finished.statuses)
         return finished
 
@@ -213,7 +216,8 @@ class _Job:
             self._config.prompt,
             on_note=warn,
             now=self._began.astimezone(),
-            max_tokens=engine.max_model_len if self._config.engine.on_too_long == "error" else None,
+            max_tokens=engine.max_model_len,
+            on_too_long=self._config.engine.on_too_long,
         )
         return engine, renderer, defaults
 
@@ -261,7 +265,8 @@ class _Job:
         )
 
     def _generate(self, engine: "Engine", requests: Iterator[Request]) -> None:
-        self._token_strings = engine.tokenizer.token_string
+        tokenizer = engine.tokenizer
+        self._token_strings = tokenizer.token_text if self._config.format == "openai" else tokenizer.token_string
         self._display.phase(GENERATING)
         for completions in engine.complete(requests):
             self._write(completions, self._records.pop(completions[0].row))
@@ -353,7 +358,7 @@ class _Job:
         return Manifest(
             version=__version__,
             command=self._config.command,
-            model=engine_config.model or "default",
+            model=engine.info.model,
             input=self._source.description,
             output=str(self._layout.output),
             started=self._began.isoformat(timespec="seconds"),

@@ -151,7 +151,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("max_tokens", _whole_between(1, _INT32_MAX), "a whole number from 1"),
+    Option("max_tokens", _whole_between(1, _INT32_MAX), f"a whole number from 1 to {_INT32_MAX}"),
     Option("temperature", _temperature, "a finite number from 0 (0 is greedy)"),
     Option("top_k", _top_k, "a whole number from 1, or 0 or -1 for off"),
     Option("top_p", _real_between(0.0, 1.0, low_included=False), "a number above 0 and at most 1"),
@@ -159,7 +159,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("seed", _whole_between(0, _INT64_MAX), "a whole number from 0 to 2**63 - 1"),
     Option("stop", _texts, "a text or a list of texts, none of them empty"),
     Option("stop_token_ids", _token_ids, "a token id or a list of them"),
-    Option("min_tokens", _whole_between(0, _INT32_MAX), "a whole number from 0"),
+    Option("min_tokens", _whole_between(0, _INT32_MAX), f"a whole number from 0 to {_INT32_MAX}"),
     Option("ignore_eos", _boolean, "true or false"),
     Option("n", _whole_between(1, MOST_SAMPLES), f"a whole number from 1 to {MOST_SAMPLES}"),
     Option("repetition_penalty", _real_between(_LEAST_FACTOR, _MOST_FACTOR), "a number from 1e-6 to 1e6 (1 is off)"),

@@ -65,7 +65,10 @@ def test_answers_in_the_batch_api_s_shape(folder, model):
     assert [body["object"] for body in bodies] == ["chat.completion", "text_completion", "chat.completion"]
     assert [len(body["choices"]) for body in bodies] == [1, 1, 2]
     assert bodies[0]["choices"][0]["message"]["role"] == "assistant"
-    assert len(bodies[1]["choices"][0]["logprobs"]["tokens"]) == 4
+    assert {body["model"] for body in bodies} == {model}
+    logprobs = bodies[1]["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 4
+    assert not any("Ġ" in token for token in logprobs["tokens"])
     assert bodies[2]["usage"]["completion_tokens"] == 4
     for line in lines[3:]:
         assert line["response"] is None

@@ -22,6 +22,10 @@ BACKED_BY = {
         "test_resume.py::test_another_model_is_refused",
         "test_fingerprint.py::test_a_model_is_told_by_each_kind_of_its_files",
     ],
+    "the output file was changed": [
+        "test_resume.py::test_an_output_that_is_not_as_it_was_left_is_made_again",
+        "test_robustness.py::test_an_output_that_someone_else_changed_is_not_merged",
+    ],
     "other settings have changed": ["test_resume.py::test_what_does_not_determine_results_may_change"],
     "the input has grown": [
         "test_resume.py::test_an_input_that_grew_goes_on_with_the_new_rows",

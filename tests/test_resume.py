@@ -1,5 +1,6 @@
 """A job that was stopped goes on: the result is that of one that was not."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from faulty_disk import Death, FaultyDisk
 from job_cases import KINDS, ROWS, job, read, rows_of, uninterrupted, write_rows
 from tiny_models import tiny_checkpoint
 
-from pagedgen.config import EngineConfig, ErrorLimit
+from pagedgen.config import EngineConfig, ErrorLimit, InputConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.job import JobResult, run_job
 from pagedgen.request import Status
@@ -57,6 +58,31 @@ def test_the_same_command_on_a_finished_run_does_nothing(tmp_path: Path, model: 
         assert FakeEngine.made == made, "no model was loaded"
         after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file())
         assert [entry for entry in after if entry[0].name != "lock"] == [e for e in before if e[0].name != "lock"]
+
+
+@pytest.mark.parametrize("kind", ["out.parquet", "out.jsonl"])
+def test_an_output_that_is_not_as_it_was_left_is_made_again(tmp_path: Path, model: str, kind: str) -> None:
+    write_rows(tmp_path / "in.jsonl", rows_of())
+    run_job(job(tmp_path, model, kind))
+    before = (tmp_path / kind).read_bytes()
+    (tmp_path / kind).write_bytes(before[:500])
+    run_job(job(tmp_path, model, kind))
+    assert (tmp_path / kind).read_bytes() == before
+    assert (tmp_path / f"{kind}.corrupt").read_bytes() == before[:500]
+
+
+def test_what_is_piped_in_is_compared(tmp_path: Path, model: str) -> None:
+    lines = b"".join(b"prompt %d\n" % number for number in range(30))
+    config = job(tmp_path, model, input=InputConfig("-"))
+    with pytest.raises(Death):
+        run_job(config, io.BytesIO(lines), FaultyDisk(20, "killed"))
+    for other in (lines[10:], lines.replace(b"prompt 3\n", b"prompt 4\n"), lines[:-10]):
+        with pytest.raises(UsageError, match="the first rows of stdin have changed"):
+            run_job(config, io.BytesIO(other))
+    run_job(config, io.BytesIO(lines))
+    assert [row["prompt"] for row in read(tmp_path / "out.parquet")] == lines.decode().splitlines()
+    run_job(config, io.BytesIO(lines + b"one more\n"))
+    assert len(read(tmp_path / "out.parquet")) == 31
 
 
 @pytest.mark.parametrize("kind", KINDS)

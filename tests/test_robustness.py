@@ -9,6 +9,7 @@ import pytest
 from fake_engine import FakeEngine
 from job_cases import job, read, write_rows
 
+from pagedgen.config import EngineConfig
 from pagedgen.data.files import FileLayer
 from pagedgen.data.lock import RunLock
 from pagedgen.errors import PagedgenError
@@ -105,6 +106,53 @@ def test_an_enormous_prompt_is_too_long_without_being_tokenized(
     assert "50,000,000 characters" in rows[1]["error"]
     assert "longer than 64 MiB" in rows[3]["error"]
     assert max(longest) < 1000
+
+
+@pytest.mark.parametrize("how", ["truncate-left", "truncate-right"])
+def test_an_enormous_prompt_is_cut_as_one_that_is_tokenized_whole(
+    tmp_path: Path, model: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine keeps of the tokens is the same; here, it is the tokens at the end that count."""
+    seen: list[list[int]] = []
+    real = FakeEngine.complete
+
+    def spy(self: Any, requests: Any) -> Any:
+        return real(self, (seen.append(list(request.prompt_token_ids)) or request for request in requests))
+
+    monkeypatch.setattr(FakeEngine, "complete", spy)
+    monkeypatch.setattr(FakeEngine, "max_model_len", 64)
+    text = "".join(f"word {number} " for number in range(150_000))
+    row = json.dumps({"messages": [{"role": "user", "content": text}, {"role": "user", "content": "and more"}]})
+    (tmp_path / "in.jsonl").write_text(row)
+    engine = EngineConfig(model=model, on_too_long=how)
+    for name, enormous in (("cut", 1 << 10), ("whole", 1 << 30)):
+        monkeypatch.setattr("pagedgen.text.prompts.ENORMOUS", enormous)
+        run_job(job(tmp_path, model, f"{name}.parquet", engine=engine))
+    cut, whole = seen
+    assert len(cut) < len(whole) / 3
+    assert cut[-60:] == whole[-60:] if how == "truncate-left" else cut[:60] == whole[:60]
+
+
+def test_two_processes_that_start_together_do_not_meet(tmp_path: Path, model: str) -> None:
+    """The other one begins while this one loads its model."""
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "x"} for _ in range(20)])
+    config, began = job(tmp_path, model), []
+
+    class Late(FakeEngine):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            if not began:
+                began.append(True)
+                run_job(config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagedgen.engine.Engine", Late)
+        with pytest.raises(PagedgenError, match="another pagedgen has just written"):
+            run_job(config)
+    assert len(read(tmp_path / "out.parquet")) == 20
+    (tmp_path / "out.parquet").unlink()
+    with RunLock(tmp_path / "new.parquet.run"), pytest.raises(PagedgenError, match="another pagedgen"):
+        run_job(job(tmp_path, model, "new.parquet"))
 
 
 def test_a_second_process_is_refused(tmp_path: Path, model: str) -> None:

@@ -16,6 +16,14 @@ from pagedgen.text.tokenizer import Tokenizer
 MAKERS = [byte_level, sentencepiece_like, metaspace, byt5]
 
 
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+def test_a_token_s_text_has_the_space_in_front(make: Callable[[], Any]) -> None:
+    tokenizer = Tokenizer(make())
+    (ids,) = tokenizer.encode_batch(["the sea is calm"], add_special_tokens=False)
+    assert "".join(map(tokenizer.token_text, ids)).strip() == "the sea is calm"
+    assert tokenizer.token_text(tokenizer.eos_token_ids[0]) == "</s>"
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("special", [True, False])
 def test_encoding_and_decoding_equal_transformers(make: Callable[[], Any], special: bool) -> None:

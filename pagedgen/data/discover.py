@@ -91,7 +91,7 @@ def _matches(pattern: str) -> list[tuple[Path, str]]:
 
     matches = sorted(Path(match) for match in glob.glob(os.path.expanduser(pattern), recursive=True))
     if not matches:
-        raise UsageError(f"no file matches {pattern}; check it, and put quotes around it")
+        raise UsageError(f"no file matches {pattern}; check the pattern")
     usable = [
         (match, str(match))
         for match in matches

@@ -74,6 +74,8 @@ def find_finished(layout: OutputLayout, schema: pa.Schema, retry: Retry | None, 
     try:
         for path in layout.unfinished_files():
             files.remove(path)
+        if layout.kind == "jsonl" and layout.was_touched():
+            found.set_aside.append(_set_aside(layout.output, files))  # it is made again from the parts
         for path in reversed(layout.sources()):  # the newest first
             number = part_number(path)
             found.next_part = max(found.next_part, number + 1)
@@ -86,9 +88,7 @@ def find_finished(layout: OutputLayout, schema: pa.Schema, retry: Retry | None, 
                     ) from None
                 outcomes = None
             if outcomes is None:
-                aside = _free_name(path)
-                files.rename(path, aside)
-                found.set_aside.append(aside)
+                found.set_aside.append(_set_aside(path, files))
                 continue
             rows, statuses = outcomes
             again = retry.statuses if retry is not None and number < retry.before_part else ()
@@ -199,7 +199,9 @@ def _whole_rows(batches: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int
     yield rest
 
 
-def _free_name(path: Path) -> Path:
-    """The name that a damaged part gets."""
+def _set_aside(path: Path, files: FileLayer) -> Path:
+    """Renames a file that cannot be used; its new name."""
     names = (path.with_name(f"{path.name}{SET_ASIDE_SUFFIX}{suffix}") for suffix in ("", *map(str, range(1, 1000))))
-    return next(name for name in names if not name.exists())
+    aside = next(name for name in names if not name.exists())
+    files.rename(path, aside)
+    return aside

@@ -61,6 +61,15 @@ class OutputLayout:
         merged = manifest is not None and manifest.merged and self.kind == "parquet" and self.output.is_file()
         return [*([self.output] if merged else []), *self.finished_parts()]
 
+    def output_bytes(self) -> int | None:
+        """The size of a single output file; None when it is not there, or the output is a folder."""
+        return self.output.stat().st_size if self.kind != "folder" and self.output.is_file() else None
+
+    def was_touched(self) -> bool:
+        """Whether the output file is there, but not as the run left it."""
+        size = self.output_bytes()
+        return self.manifest is not None and self.manifest.merged and size not in (None, self.manifest.output_bytes)
+
     def unfinished_files(self) -> list[Path]:
         """What was being written when a run ended without having a say in it."""
         folders = {self.parts, self.run_folder}

@@ -40,6 +40,7 @@ class Manifest:
     identity: what the results depend on, besides the input's rows: a run that goes on must have the same.
     input_fingerprint: of what the input held. dtype: what the model ran in.
     merged: whether the single output file holds rows of this run, those whose parts are not there any more.
+    output_bytes: the size of that file when the run finished.
     replaces: whether an output file that is there may be replaced: the command said so, or it is this run's own.
     rows: how many the input has, and statuses: how many completions have each; null before the run has finished.
     """
@@ -58,6 +59,7 @@ class Manifest:
     dtype: str | None = None
     process: int = 0
     merged: bool = False
+    output_bytes: int | None = None
     replaces: bool = False
     retry: Retry | None = None
     rows: int | None = None

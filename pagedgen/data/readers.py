@@ -188,6 +188,7 @@ class _Stream:
         self.name = name
         self.unit = unit
         self._rest = rows
+        self._is_read = False
         self._head = list(itertools.islice(rows, SAMPLE_ROWS))
         self.total = len(self._head) if len(self._head) < SAMPLE_ROWS else None
 
@@ -198,9 +199,11 @@ class _Stream:
         return inference.schema()
 
     def head(self) -> Sequence[RawRow]:
+        assert not self._is_read, "the first rows are gone"
         return self._head
 
     def rows(self) -> Iterator[RawRow]:
+        self._is_read = True
         head, self._head = self._head, []
         return itertools.chain(head, self._rest)
 

@@ -109,8 +109,8 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
         if config.kv_memory > free - activations:
             raise UsageError(
                 f"--kv-memory {format_bytes(config.kv_memory)} does not fit: {format_bytes(free)} of memory are free "
-                f"after the weights, of which activations take {format_bytes(activations)}; the most that fits is "
-                f"{format_bytes(max(0, usable))}"
+                f"after the weights, of which a step of --max-batch-tokens takes {format_bytes(activations)}; the most "
+                f"that fits is {format_bytes(max(0, usable))}"
             )
         return config.kv_memory // per_block
     useful = config.max_seqs * -(-max_model_len // config.block_size)

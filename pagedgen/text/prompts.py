@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, TypeVar
 
-from pagedgen.config import PromptConfig
+from pagedgen.config import OnTooLong, PromptConfig
 from pagedgen.errors import RowError, UsageError
 from pagedgen.request import PromptRecord, Status
 from pagedgen.text.messages import as_messages, looks_like_messages
@@ -72,7 +72,8 @@ class PromptRenderer:
 
     on_note: called once, with a sentence for the user, when the first row spells a special token that is read as text.
     now: the moment that chat templates write the date of; None is the time of this call. max_tokens: the most tokens a
-    prompt may have, for telling enormous ones without tokenizing them; None is to tokenize all.
+    prompt may have, and on_too_long what becomes of one that has more: where its characters tell, it is not tokenized
+    whole; None is to tokenize all.
     Raises UsageError when the template cannot be parsed, or the system text would have no place.
     """
 
@@ -83,9 +84,10 @@ class PromptRenderer:
         on_note: Callable[[str], None] | None = None,
         now: datetime | None = None,
         max_tokens: int | None = None,
+        on_too_long: OnTooLong = "error",
     ) -> None:
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self._max_tokens, self._on_too_long = max_tokens, on_too_long
         self._config = config
         self._on_note = on_note
         moment = datetime.now() if now is None else now
@@ -198,7 +200,7 @@ class PromptRenderer:
             raise RowError(Status.BAD_ROW, f"{record.where}: {name} is empty")
         if wraps:
             return self._chat([{"role": "user", "content": text}], marks, record)
-        self._refuse_enormous(len(text), record)
+        (text,) = self._bounded([text], record)
         return _Text(_encodable(text, record), is_chat=False, marks=marks)
 
     def _chat(self, messages: list[dict[str, Any]], marks: Marks | None, record: PromptRecord) -> _Text:
@@ -211,7 +213,10 @@ class PromptRenderer:
             )
         if self._config.system is not None and all(m["role"] not in ("system", "developer") for m in messages):
             messages = [{"role": "system", "content": self._config.system}, *messages]
-        self._refuse_enormous(sum(len(message.get("content", "")) for message in messages), record)
+        contents = [message.get("content", "") for message in messages]
+        bounded = self._bounded(contents, record)
+        if bounded is not contents:
+            messages = [{**message, "content": text} for message, text in zip(messages, bounded, strict=True)]
         continued = messages[-1]["role"] == "assistant"
         try:
             text = self._limit.run(self._render_chat, messages, continued)
@@ -221,17 +226,22 @@ class PromptRenderer:
             ) from error
         return _Text(_encodable(text, record), is_chat=True, marks=marks)
 
-    def _refuse_enormous(self, length: int, record: PromptRecord) -> None:
-        """Raises RowError for so many characters that they cannot be few enough tokens: rendering and tokenizing tens
-        of megabytes takes long, and gigabytes of memory."""
+    def _bounded(self, texts: list[str], record: PromptRecord) -> list[str]:
+        """The texts of a prompt; where they have more characters than its tokens can hold, cut down to that, or
+        refused: rendering and tokenizing tens of megabytes takes long, and gigabytes of memory."""
+        length = sum(map(len, texts))
         if self._max_tokens is None or length <= ENORMOUS:
-            return
-        if length > self._tokenizer.most_characters(self._max_tokens):
+            return texts
+        most = self._tokenizer.most_characters(self._max_tokens)
+        if length <= most:
+            return texts
+        if self._on_too_long == "error":
             raise RowError(
                 Status.TOO_LONG,
                 f"{record.where}: the prompt has {length:,} characters, more than {self._max_tokens:,} tokens hold; "
                 "shorten it, or pass --on-too-long truncate-left",
             )
+        return _cut(texts, length - most, from_left=self._on_too_long == "truncate-left")
 
     def _token_ids(self, value: object, record: PromptRecord) -> tuple[int, ...]:
         if isinstance(value, str):
@@ -269,6 +279,17 @@ class PromptRenderer:
         if not ids:
             return RowError(Status.BAD_ROW, f"{record.where}: the prompt has no tokens")
         return tuple(ids)
+
+
+def _cut(texts: list[str], surplus: int, from_left: bool) -> list[str]:
+    """The texts with `surplus` characters less, from the beginning of the first or the end of the last."""
+    kept = texts if from_left else texts[::-1]
+    result = []
+    for text in kept:
+        drop = min(surplus, len(text))
+        surplus -= drop
+        result.append(text[drop:] if from_left else text[: len(text) - drop])
+    return result if from_left else result[::-1]
 
 
 def require_prompt_column(columns: Iterable[str], config: PromptConfig) -> None:

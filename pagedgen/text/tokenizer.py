@@ -105,6 +105,13 @@ class Tokenizer:
             self._longest_token = max(len(self.token_string(i)) for i in range(self.vocab_size))
         return 4 * self._longest_token * num_tokens
 
+    def token_text(self, token_id: int) -> str:
+        """What a token adds to a text, a space in front included; part of a character comes as U+FFFD."""
+        spelling = self.token_string(token_id)
+        if token_id in self.special_ids or "▁" in spelling:
+            return spelling.replace("▁", " ")
+        return self.decode([token_id]) or spelling
+
     def token_string(self, token_id: int) -> str:
         """The vocabulary's own spelling of a token, like `Ġsea`; empty for an id that it does not have."""
         if not 0 <= token_id < self.vocab_size:
