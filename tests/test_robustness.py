@@ -1,15 +1,18 @@
 """What can befall a run or a row: one typed outcome or one sentence, and never a lost neighbour."""
 
 import errno
+import io
 import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fake_engine import FakeEngine
 from job_cases import job, read, write_rows
 
-from pagedgen.config import EngineConfig
+from pagedgen.config import EngineConfig, InputConfig
 from pagedgen.data.files import FileLayer
 from pagedgen.data.lock import RunLock
 from pagedgen.errors import PagedgenError
@@ -45,6 +48,11 @@ GOOD = b'{"prompt": "good"}'
         (b'{"prompt": "x", "n": 0}', "bad_row", "n is 0"),
         (b'{"messages": [{"role": "tool", "content": "x"}]}', "template_error", "no tools here"),
         (b'{"prompt_token_ids": [1, -1]}', "bad_row", "prompt_token_ids holds -1"),
+        (b'{"prompt_token_ids": "' + b"[" * 100_000 + b'"}', "bad_row", "must be a list of token ids"),
+        (b'{"prompt_token_ids": "[' + b"9" * 5000 + b']"}', "bad_row", "must be a list of token ids"),
+        (b'{"messages": "' + b"[" * 100_000 + b'"}', "bad_row", "its text is not JSON"),
+        (b'{"prompt": "x", "bad_words": ["\\ud800"]}', "bad_row", "bad_words is"),
+        (b'{"prompt": "x", "y": ' + b"[" * 60 + b"]" * 60 + b"}", "ok", None),
         ('{"prompt": "a\u2028b"}'.encode(), "ok", None),
         (b'{"prompt": "a\\u0000b"}', "ok", None),
         (b'{"prompt": "x", "max_tokens": "7", "seed": "3", "ignore_eos": "true"}', "ok", None),
@@ -78,6 +86,50 @@ def test_a_strange_line_gets_its_outcome_and_its_neighbours_theirs(
 )
 def test_marks_line_ends_and_blank_lines_are_no_rows(tmp_path: Path, model: str, content: bytes) -> None:
     assert [(row["row"], row["status"]) for row in run_lines(tmp_path, model, content)] == [(0, "ok"), (1, "ok")]
+
+
+TYPES = [
+    pa.array([1, 2], pa.timestamp("s")),
+    pa.array([1, 2], pa.timestamp("s", "UTC")),
+    pa.array([[1], [2]], pa.list_(pa.timestamp("s"))),
+    pa.array([1, 2], pa.time32("s")),
+    pa.array([86_400_000, 0], pa.date64()),
+    pa.UnionArray.from_dense(
+        pa.array([0, 1], pa.int8()), pa.array([0, 0], pa.int32()), [pa.array([1]), pa.array(["a"])]
+    ),
+    pa.array([["a"], ["b"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+]
+
+
+@pytest.mark.parametrize("column", TYPES, ids=lambda column: str(column.type).split("<")[0])
+def test_columns_of_any_arrow_type_come_through(tmp_path: Path, model: str, column: pa.Array) -> None:
+    table = pa.table({"prompt": ["a", "b"], "x": column})
+    with pa.ipc.new_file(tmp_path / "in.arrow", table.schema) as writer:
+        writer.write_table(table)
+    run_job(job(tmp_path, model, input=InputConfig(str(tmp_path / "in.arrow"))))
+    rows = read(tmp_path / "out.parquet")
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert all(row["x"] is not None for row in rows)
+
+
+def test_a_date_that_python_does_not_have_costs_its_row(tmp_path: Path, model: str) -> None:
+    table = pa.table({"prompt": ["a", "b", "c"], "x": pa.array([1, 2**31 - 1, 2], pa.date32())})
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=1)
+    run_job(job(tmp_path, model, input=InputConfig(str(tmp_path / "in.parquet"))))
+    assert [row["status"] for row in read(tmp_path / "out.parquet")] == ["ok", "bad_row", "ok"]
+
+
+def test_an_arrow_file_without_rows_is_refused(tmp_path: Path, model: str) -> None:
+    with pa.ipc.new_file(tmp_path / "in.arrow", pa.schema([("prompt", pa.string())])):
+        pass
+    with pytest.raises(PagedgenError, match=r"in\.arrow has no rows"):
+        run_job(job(tmp_path, model, input=InputConfig(str(tmp_path / "in.arrow"))))
+
+
+def test_an_array_on_stdin_may_begin_with_a_space(tmp_path: Path, model: str) -> None:
+    document = io.BytesIO(b'[ {"prompt": "a"}, {"prompt": "b"}]')
+    run_job(job(tmp_path, model, input=InputConfig("-")), document)
+    assert [row["prompt"] for row in read(tmp_path / "out.parquet")] == ["a", "b"]
 
 
 def test_ids_that_are_not_unique_lose_nobody(tmp_path: Path, model: str) -> None:
@@ -180,9 +232,6 @@ def test_a_disk_that_becomes_read_only_ends_the_run_in_a_sentence(tmp_path: Path
 
 
 def test_an_output_that_someone_else_changed_is_not_merged(tmp_path: Path, model: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}])
     run_job(job(tmp_path, model))
     theirs = pa.table({"mine": [1]})

@@ -185,17 +185,19 @@ COMPLETIONS = st.lists(
         st.integers(0, 3),
         st.sampled_from(Status),
         st.sampled_from([None, *FinishReason]),
-    )
+    ),
+    min_size=1,
 )
 
 
-@given(COMPLETIONS)
-def test_completions(completions: list[Completion]) -> None:
+@given(st.lists(COMPLETIONS))
+def test_completions(rows: list[list[Completion]]) -> None:
     stats = RunStats()
-    for completion in completions:
-        stats.add_completion(completion)
+    for row in rows:
+        stats.add_row(row)
+    completions = [completion for row in rows for completion in row]
     s = stats.snapshot()
-    assert s.rows_done == sum(c.sample == 0 for c in completions)
+    assert s.rows_done == len(rows)
     assert s.statuses == Counter(c.status for c in completions)
     assert s.finish_reasons == Counter(c.finish_reason for c in completions if c.finish_reason)
     assert s.completions == len(completions)
@@ -237,7 +239,7 @@ def test_eta_of_a_run_that_starts_slowly(known: bool) -> None:
         start, end = step * 0.2, (step + 1) * 0.2
         clock.now = 100.0 + end
         while done < 1000 and finished[done] <= end:
-            stats.add_completion(Completion(done, str(done), 0, Status.OK))
+            stats.add_row([Completion(done, str(done), 0, Status.OK)])
             done += 1
         if not known:
             read = min(done + 300, 1000)
@@ -275,7 +277,7 @@ def test_a_snapshot_does_not_change() -> None:
     before = stats.snapshot()
     copy = json.dumps(stats.summary()), before.steps, dict(before.statuses), dict(before.phases)
     stats.add_step(step_sample(101.0, 102.0))
-    stats.add_completion(Completion(0, "0", 0, Status.OK))
+    stats.add_row([Completion(0, "0", 0, Status.OK)])
     assert (before.steps, dict(before.statuses), dict(before.phases)) == copy[1:]
     assert json.dumps(stats.summary()) != copy[0]
 
@@ -284,7 +286,7 @@ def test_a_snapshot_does_not_change() -> None:
 @given(histories())
 def test_summary_is_json_and_agrees_with_the_snapshot(samples: list[StepSample]) -> None:
     stats, _ = feed(samples)
-    stats.add_completion(Completion(0, "0", 0, Status.UNFIT, error="too big"))
+    stats.add_row([Completion(0, "0", 0, Status.UNFIT, error="too big")])
     stats.set_total(7)
     summary = json.loads(json.dumps(stats.summary(), allow_nan=False))
     s = stats.snapshot()

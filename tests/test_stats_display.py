@@ -80,7 +80,7 @@ def make_stats(
         status = Status.BAD_ROW if row in (17, 40) else Status.OK
         error = f"prompts.jsonl line {row + 1}: this is not JSON" if status is Status.BAD_ROW else None
         reason = None if error else FinishReason.LENGTH if row % 4 == 0 else FinishReason.STOP
-        stats.add_completion(Completion(row, str(row), 0, status, finish_reason=reason, error=error))
+        stats.add_row([Completion(row, str(row), 0, status, finish_reason=reason, error=error)])
     for step in range(300):
         clock.now = 5.1 + step * 0.1
         stats.add_step(
@@ -326,7 +326,7 @@ def test_summary(terminal: bool, width: int) -> None:
 def test_summary_of_a_run_without_steps() -> None:
     console = make_console(terminal=False)
     stats = RunStats(Clock())
-    stats.add_completion(Completion(0, "0", 0, Status.TOO_LONG, error="a\n" + "very long reason " * 40))
+    stats.add_row([Completion(0, "0", 0, Status.TOO_LONG, error="a\n" + "very long reason " * 40)])
     print_summary(console, stats.snapshot(), Path("out.parquet"))
     lines = printed(console).splitlines()
     assert "1 too_long" in lines[1]

@@ -38,9 +38,10 @@ class ParquetFile(RowFile):
         done = 0
         self.progress.follow(lambda: self.progress.size * done // max(self.total or 0, 1))
         with self._open() as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                yield from batch_rows(batch, done)
-                done += batch.num_rows
+            for group in range(file.num_row_groups):  # some nested columns cannot be read across two of them
+                for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group]):
+                    yield from batch_rows(batch, done)
+                    done += batch.num_rows
         self.progress.finish()
 
     @contextmanager
@@ -94,7 +95,7 @@ def plain_schema(schema: pa.Schema, path: Path | str) -> pa.Schema:
     """The columns of a file without encodings and metadata; raises PagedgenError when two have one name."""
     repeated = next((name for name in schema.names if schema.names.count(name) > 1), None)
     if repeated is not None:
-        raise PagedgenError(f"{path} has two columns named '{repeated}'; rename one of them")
+        raise PagedgenError(f"{path} has two columns named {repeated!r}; rename one of them")
     return pa.schema([(field.name, plain_type(field.type)) for field in schema])
 
 
@@ -109,7 +110,7 @@ def batch_rows(batch: pa.RecordBatch, first: int) -> Iterator[RawRow]:
 def _values(batch: pa.RecordBatch) -> Iterable[tuple[int, dict[str, Any], str | None]]:
     try:
         return [(number, columns, None) for number, columns in enumerate(batch.to_pylist())]
-    except (ValueError, pa.ArrowException):
+    except (ValueError, OverflowError, pa.ArrowException):  # overflow: a date that Python does not have
         return (_value(batch, number) for number in range(batch.num_rows))
 
 
@@ -118,5 +119,5 @@ def _value(batch: pa.RecordBatch, number: int) -> tuple[int, dict[str, Any], str
         return number, batch.slice(number, 1).to_pylist()[0], None
     except UnicodeDecodeError:
         return number, {}, "holds text that is not valid UTF-8"
-    except (ValueError, pa.ArrowException) as error:
+    except (ValueError, OverflowError, pa.ArrowException) as error:
         return number, {}, f"holds a value that cannot be read: {first_line(error)}"

@@ -17,6 +17,7 @@ from pagedgen.data.streams import encodable, is_encodable
 
 _ENCODING_KEY = b"pagedgen:encoding"
 _EXACT_FLOAT = 1 << 53
+_MAX_NESTING = 16
 _INTEGER = frozenset({int})
 
 
@@ -47,8 +48,11 @@ class ColumnInference:
         return pa.schema([_field(name, type_) for name, type_ in self._types.items()])
 
 
-def infer_type(value: Any) -> pa.DataType | None:
-    """The Arrow type that holds a value `json.loads` returned, or None when only JSON text does."""
+def infer_type(value: Any, depth: int = 0) -> pa.DataType | None:
+    """The Arrow type that holds a value `json.loads` returned, or None when only JSON text does. depth: how deep in
+    lists and objects it stands; Parquet has an end to that."""
+    if depth > _MAX_NESTING:
+        return None
     match value:
         case None:
             return pa.null()
@@ -63,10 +67,10 @@ def infer_type(value: Any) -> pa.DataType | None:
         case list():
             item: pa.DataType | None = pa.null()
             for element in value:
-                item = _merge(item, infer_type(element))
+                item = _merge(item, infer_type(element, depth + 1))
             return None if item is None else pa.list_(item)
         case dict() if value and all(is_encodable(key) for key in value):
-            fields = {key: infer_type(element) for key, element in value.items()}
+            fields = {key: infer_type(element, depth + 1) for key, element in value.items()}
             return None if None in fields.values() else pa.struct(list(fields.items()))
     return None
 
@@ -127,11 +131,18 @@ def merge_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def plain_type(type_: pa.DataType) -> pa.DataType:
-    """The type of the same Python values without an encoding: dictionaries, views, run-end and extension types."""
+    """The type of the same Python values without an encoding: dictionaries, views, run-end and extension types, and
+    times in units that Parquet has not got."""
     if isinstance(type_, pa.BaseExtensionType):
         return plain_type(type_.storage_type)
     if pa.types.is_dictionary(type_) or pa.types.is_run_end_encoded(type_):
         return plain_type(type_.value_type)
+    if pa.types.is_timestamp(type_) and type_.unit == "s":
+        return pa.timestamp("ms", type_.tz)
+    if pa.types.is_time32(type_):
+        return pa.time32("ms")
+    if pa.types.is_date64(type_):
+        return pa.date32()
     if pa.types.is_string_view(type_):
         return pa.string()
     if pa.types.is_binary_view(type_):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pagedgen.data.streams import MAX_LINE_BYTES, is_encodable, numbered_lines, open_stream
-from pagedgen.data.text_formats import RawRow, RowFile, check_object, json_rows, parse_object
+from pagedgen.data.text_formats import MAX_DEPTH, RawRow, RowFile, check_object, json_rows, parse_object
 from pagedgen.errors import PagedgenError
 
 _CHUNK_BYTES = 1 << 20
@@ -56,12 +56,20 @@ def document_rows(stream: io.BufferedReader, name: str) -> Iterator[RawRow]:
         try:
             yield text.item(place)
         except (ValueError, RecursionError) as error:
-            what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            what = _words(error)
             raise PagedgenError(f"{name} is not valid JSON at item {place}: {what}; mend the file") from error
         if is_array and text.at_end():
             raise PagedgenError(f"{name} is cut off after item {place}: the array is not closed; make it again")
     if is_array and not text.at_end():
         raise PagedgenError(f"{name} has something after the end of its array; mend the file")
+
+
+def _words(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    if isinstance(error, RecursionError):
+        return f"it is nested more than {MAX_DEPTH} levels deep"
+    return "a number has too many digits" if "digits" in str(error) else str(error)
 
 
 class _Buffer:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files as package_files
@@ -219,7 +220,7 @@ def _open_stream(file: BinaryIO, name: str, description: str) -> InputSource:
         raise UsageError(f"{name} is compressed; decompress it on the way, like `zcat FILE.gz | pagedgen run`")
     start = (first[1] or b"").lstrip()
     lines = itertools.chain([first], lines)
-    if start in (b"{", b"[") or start.startswith(b"[{"):
+    if start == b"{" or re.match(rb"\[\s*(\{|$)", start):
         # A document and not lines: put the first line back in front.
         document = buffered(_Prefixed(start + b"\n", stream))
         source = _Stream(name, "item", document_rows(document, name))

@@ -176,13 +176,14 @@ def _kept_columns(fields: Sequence[pa.Field], reserved: set[str]) -> tuple[_Kept
 
 
 def _is_writable(type_: pa.DataType) -> bool:
-    """Whether Parquet and the merge can hold the type; Arrow only says so when one tries."""
-    table = pa.table([pa.array([None], type_)], names=["column"])
+    """Whether Parquet and the merge can hold the type and give it back; Arrow only says so when one tries."""
+    file = io.BytesIO()
     try:
-        pq.write_table(table.take([0]), io.BytesIO())
+        pq.write_table(pa.table([pa.array([None], type_)], names=["column"]).take([0]), file)
+        file.seek(0)
+        return bool(pq.read_table(file).schema.field("column").type == type_)
     except (pa.ArrowException, TypeError):
         return False
-    return True
 
 
 def _logprobs(

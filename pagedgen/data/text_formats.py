@@ -85,6 +85,10 @@ class TextFile(RowFile):
         with open_stream(self.path, self.progress) as stream:
             yield from text_rows(numbered_lines(stream))
 
+    def columns(self, sample_rows: int) -> pa.Schema:
+        sample_columns(self, sample_rows)
+        return pa.schema([("prompt", pa.string())])
+
 
 class CsvFile(RowFile):
     """`.csv`, `.tsv`: a header, then records whose values are text. Quoted values may hold line breaks."""
@@ -214,7 +218,7 @@ def _header(reader: Any, path: Path) -> list[str]:
     names = [name or f"column_{number}" for number, name in enumerate(header, start=1)]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise PagedgenError(f"{path} has two columns named '{repeated}'; rename one of them")
+        raise PagedgenError(f"{path} has two columns named {repeated!r}; rename one of them")
     return names
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,17 +152,18 @@ class RunStats:
             self._history.add(sample.start, sample.end, sample.output_tokens)
             self._rows.record(sample.end, self._rows_done - self._rows_earlier)
 
-    def add_completion(self, completion: Completion) -> None:
-        """Count one outcome. A row is done when its sample 0 is: each row has exactly one."""
+    def add_row(self, completions: Sequence[Completion]) -> None:
+        """Count the outcomes of one row, which is done now."""
         with self._lock:
-            self._rows_done += completion.sample == 0
-            self._statuses[completion.status] += 1
-            if completion.finish_reason is not None:
-                self._finish_reasons[completion.finish_reason] += 1
-            if completion.status is not Status.OK and len(self._errors) < MAX_ERROR_EXAMPLES:
-                self._errors.append(
-                    ErrorExample(completion.row, completion.status, completion.error or "no reason given")
-                )
+            self._rows_done += 1
+            for completion in completions:
+                self._statuses[completion.status] += 1
+                if completion.finish_reason is not None:
+                    self._finish_reasons[completion.finish_reason] += 1
+                if completion.status is not Status.OK and len(self._errors) < MAX_ERROR_EXAMPLES:
+                    self._errors.append(
+                        ErrorExample(completion.row, completion.status, completion.error or "no reason given")
+                    )
 
     def add_earlier(self, rows: int, statuses: Mapping[Status, int]) -> None:
         """Count the outcomes that an earlier process of the same run has left: they are done, but took no time now."""

@@ -1,6 +1,7 @@
 """Reading a chat out of a row: a list of messages, or the JSON text of one."""
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -22,8 +23,9 @@ def as_messages(value: object, column: str, where: str) -> list[dict[str, Any]]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
-            _refuse(where, f"{column} must be a list of messages, but its text is not JSON ({error})")
+        except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, or nested too deeply
+            reason = error if isinstance(error, json.JSONDecodeError) else "it is beyond what can be read"
+            _refuse(where, f"{column} must be a list of messages, but its text is not JSON ({reason})")
     if not isinstance(value, list | tuple):
         _refuse(where, f"{column} must be a list of messages, not {type(value).__name__}")
     if not value:
@@ -54,7 +56,9 @@ def _as_text(content: object, name: str, where: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            _refuse(where, f"the content of {name} has a part of type {kind}, but only text parts can be used")
+            _refuse(
+                where, f"the content of {name} has a part of type {reprlib.repr(kind)}, but only text parts can be used"
+            )
         text = part.get("text")
         if not isinstance(text, str):
             _refuse(where, f"the content of {name} has a text part without text")

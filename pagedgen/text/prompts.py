@@ -1,6 +1,7 @@
 """From an input row to the token ids of its prompt."""
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -247,7 +248,7 @@ class PromptRenderer:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # no JSON, thousands of digits, or nested too deeply
                 value = None
         if not isinstance(value, list | tuple) or not value:
             raise RowError(Status.BAD_ROW, f"{record.where}: prompt_token_ids must be a list of token ids, not empty")
@@ -258,7 +259,8 @@ class PromptRenderer:
             if isinstance(item, bool) or not isinstance(item, Integral) or not 0 <= int(item) < limit:
                 raise RowError(
                     Status.BAD_ROW,
-                    f"{record.where}: prompt_token_ids holds {item!r}; the model's token ids are 0 to {limit - 1}",
+                    f"{record.where}: prompt_token_ids holds {reprlib.repr(item)}; the model's token ids are 0 to "
+                    f"{limit - 1}",
                 )
         return tuple(map(int, value))
 
