@@ -48,6 +48,14 @@ def alone(kind, prompt, max_tokens, width, end_ids, key):
     return [(s.generated.tolist(), s.score, s.finish_reason) for s in group.sequences]
 
 
+def smallest_pool(jobs, block_size):
+    """The blocks that suffice for any of the jobs alone, each a (kind, prompt, max_tokens, width, end ids)."""
+    return max(
+        (shared := len(prompt) // block_size) + width * (-(-(len(prompt) + max_tokens - 1) // block_size) - shared)
+        for _, prompt, max_tokens, width, _ in jobs
+    )
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     jobs=st.lists(sampling | beams, min_size=2, max_size=6),
@@ -63,10 +71,7 @@ def test_no_schedule_changes_what_a_group_gives(
 ):
     """Pools as small as one group can need, chunks, prefix hits, preemption at any time, amid the copies of a resumed
     group too; the fake device fails on any read of wrong KV."""
-    num_blocks = slack + max(
-        (shared := len(prompt) // block_size) + width * (-(-(len(prompt) + max_tokens - 1) // block_size) - shared)
-        for _, prompt, max_tokens, width, _ in jobs
-    )
+    num_blocks = slack + smallest_pool(jobs, block_size)
     max_seqs = max(width for _, _, _, width, _ in jobs) + spare_slots
     scheduler = make_scheduler(num_blocks, block_size, max_seqs, 48, budget, prefix_cache)
     for key, job in enumerate(jobs):

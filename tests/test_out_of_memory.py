@@ -10,7 +10,7 @@ import torch
 from fake_device import FailingDevice, expected_tokens, make_group, make_scheduler, make_search, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_groups import alone, beams, make, sampling
+from test_groups import alone, beams, make, sampling, smallest_pool
 from tiny_models import random_sequences, tiny_checkpoint
 
 from pagedgen import Engine, EngineConfig, Request, SamplingParams, Status
@@ -64,10 +64,7 @@ rules = st.one_of(
 def test_steps_that_run_out_of_memory_change_nothing(jobs, block_size, slack, spare_slots, most, prefix_cache, fails):
     """The fake device has done half of a step and spoiled its other half when it fails, and fails the test on any read
     of wrong KV afterwards. Where steps of a single token fail too, some groups are given up."""
-    num_blocks = slack + max(
-        (shared := len(prompt) // block_size) + width * (-(-(len(prompt) + max_tokens - 1) // block_size) - shared)
-        for _, prompt, max_tokens, width, _ in jobs
-    )
+    num_blocks = slack + smallest_pool(jobs, block_size)
     max_seqs = max(width for _, _, _, width, _ in jobs) + spare_slots
     scheduler = make_scheduler(num_blocks, block_size, max_seqs, 48, most, prefix_cache)
     for key, job in enumerate(jobs):
