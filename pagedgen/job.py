@@ -86,15 +86,25 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None, files: FileLayer |
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Keep the garbage collector from going through all that is imported and loaded, over and over while it grows, and
-    again during the run: none of it is garbage. Later jobs of one process freeze nothing: what earlier ones left is."""
+    again during the run: none of it is garbage."""
     gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():
-            gc.freeze()
+        gc.freeze()
         gc.set_threshold(20_000)  # the rows that wait to be written are no garbage either
         gc.enable()
+
+
+@contextmanager
+def _collector_restored() -> Iterator[None]:
+    """Afterwards the garbage collector is as it was, for whoever runs jobs in a process that goes on."""
+    threshold = gc.get_threshold()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
 
 
 class _Job:
@@ -124,7 +134,7 @@ class _Job:
 
     def run(self) -> JobResult:
         try:
-            with self._display, self._record:
+            with _collector_restored(), self._display, self._record:
                 is_complete = self._run()
         except KeyboardInterrupt:
             again = command_to_go_on(self._config)

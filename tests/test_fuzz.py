@@ -356,7 +356,6 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzz]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pagedgen.engine.Engine", engines)
         patch.setitem(defaults, "part_rows", 4)
-        patch.setattr("gc.freeze", lambda: None)  # of thousands of jobs in one process, that keeps all garbage
         yield Fuzz(model, engines)
 
 
