@@ -1,5 +1,7 @@
 """The errors a user can cause. Each message is one sentence that names the file, row or flag and says what to do."""
 
+from collections.abc import Iterable
+
 from pagedgen.request import Status
 
 
@@ -13,6 +15,11 @@ class UsageError(PagedgenError):
     """The command, a flag, or a path given on the command line is wrong."""
 
     exit_code = 2
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names with commas between them, on one line whatever they hold."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names)
 
 
 class RowError(Exception):

@@ -269,3 +269,8 @@ def test_require_prompt_column() -> None:
         require_prompt_column(["question"], PromptConfig(prompt_column="qestion"))
     with pytest.raises(UsageError, match="columns a, but --template uses only q, r"):
         require_prompt_column(["a"], PromptConfig(template="{{ q }} {{ r }}"))
+
+
+def test_names_of_columns_never_break_a_line():
+    with pytest.raises(UsageError, match=r"^The input has the columns 'a\\nb', c, but none of"):
+        require_prompt_column(["a\nb", "c"], PromptConfig())

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from pagedgen.config import OutputConfig
 from pagedgen.data.columns import fits, is_json_field, json_field, to_json
 from pagedgen.data.streams import encodable
-from pagedgen.errors import UsageError
+from pagedgen.errors import UsageError, listed
 from pagedgen.request import Completion, Status, TokenLogprob
 
 _FIXED = pa.schema(
@@ -155,7 +155,7 @@ def _select(columns: pa.Schema, keep: Literal["all", "none"] | tuple[str, ...]) 
         return []
     unknown = next((name for name in keep if name not in columns.names), None)
     if unknown is not None:
-        known = ", ".join(columns.names) or "none"
+        known = listed(columns.names) or "none"
         raise UsageError(f"--keep names '{unknown}', which the input does not have; its columns are {known}")
     return [columns.field(name) for name in dict.fromkeys(keep)]
 

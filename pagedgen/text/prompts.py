@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any, TypeVar
 
 from pagedgen.config import OnTooLong, PromptConfig
-from pagedgen.errors import RowError, UsageError
+from pagedgen.errors import RowError, UsageError, listed
 from pagedgen.request import PromptRecord, Status
 from pagedgen.text.messages import as_messages, looks_like_messages
 from pagedgen.text.row_template import RowTemplate
@@ -302,7 +302,7 @@ def require_prompt_column(columns: Iterable[str], config: PromptConfig) -> None:
     """
     _check_system(config)
     names = list(columns)
-    there = "The input has the columns " + ", ".join(names) if names else "The input has no columns"
+    there = "The input has the columns " + listed(names) if names else "The input has no columns"
     if config.template is not None:
         used = RowTemplate(config.template).variables
         if used and not used & {*names, "row"}:
@@ -316,7 +316,7 @@ def require_prompt_column(columns: Iterable[str], config: PromptConfig) -> None:
         return
     if not any(column in names for column in PROMPT_COLUMNS):
         likely = _likely_column(names)
-        example = f" (perhaps --prompt-column {likely})" if likely else ""
+        example = f" (perhaps --prompt-column {listed([likely])})" if likely else ""
         raise UsageError(
             f"{there}, but none of {', '.join(PROMPT_COLUMNS)}: "
             f"name the one to use with --prompt-column{example}, or combine columns with --template."
