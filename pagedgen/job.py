@@ -281,7 +281,10 @@ class _Job:
         self._token_strings = tokenizer.token_text if self._config.format == "openai" else tokenizer.token_string
         self._display.phase(GENERATING)
         for completions in engine.complete(requests):
-            self._write(completions, self._records.pop(completions[0].row))
+            record = self._records.pop(completions[0].row)
+            if any(completion.error for completion in completions):  # the engine does not know where the row stands
+                completions = [c._replace(error=f"{record.where}: {c.error}") if c.error else c for c in completions]
+            self._write(completions, record)
 
     def _end_early(self, error: BaseException) -> None:
         """Keep what is finished, and say how it ended."""

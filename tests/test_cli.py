@@ -170,6 +170,7 @@ def test_what_never_fits_the_pool_is_unfit(folder, model):
     code, _, _ = call("run", "in.jsonl", "-m", model, "--kv-memory", "16KiB", "--max-model-len", 128)
     big, small = pq.read_table("in.completions.parquet").to_pylist()
     assert (code, big["status"], small["status"]) == (0, "unfit", "ok")
+    assert big["error"].startswith("in.jsonl line 1: ")
     assert "--kv-memory" in big["error"]
 
 
