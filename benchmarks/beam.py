@@ -14,7 +14,7 @@ from collections.abc import Callable
 from benchmarks.common import Worker, compare, serve
 from benchmarks.openvino_beam import OUTPUT_TOKENS, PROMPTS, WIDTH, print_mean_score
 from benchmarks.prompts import Chat, gsm8k_chats, of_round
-from benchmarks.throughput import model_folder
+from benchmarks.throughput import load_transformers
 from pagedgen import BeamParams, EngineConfig, Request, SamplingParams
 from pagedgen.process import prepare_process
 
@@ -49,12 +49,7 @@ def transformers_contestant(model_name: str | None, batch: int) -> Callable[[int
     import torch
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = model_folder(model_name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
-    model.generation_config.eos_token_id = None
+    model, folder = load_transformers(model_name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     _, chats = gsm8k_chats()
@@ -62,7 +57,7 @@ def transformers_contestant(model_name: str | None, batch: int) -> Callable[[int
     def search(some: list[Chat]) -> list[float]:
         inputs = tokenizer.apply_chat_template(
             some, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        ).to(device)
+        ).to(model.device)
         with torch.inference_mode():
             output = model.generate(
                 **inputs,

@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,17 +48,11 @@ def pagedgen_contestant(model: str | None) -> Callable[[int], float]:
 
 def transformers_contestant(model_name: str | None) -> Callable[[int], float]:
     import torch
-    import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    folder = model_folder(model_name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
-    model.generation_config.eos_token_id = None
+    model, _ = load_transformers(model_name)
 
     def contestant(number: int) -> float:
-        ids = torch.from_numpy(prompts(number, model.config.vocab_size)).to(device)
+        ids = torch.from_numpy(prompts(number, model.config.vocab_size)).to(model.device)
         started = time.perf_counter()
         with torch.inference_mode():
             output = model.generate(
@@ -72,6 +67,20 @@ def transformers_contestant(model_name: str | None) -> Callable[[int], float]:
         return seconds
 
     return contestant
+
+
+def load_transformers(name: str | None) -> tuple[Any, Path]:
+    """transformers' model in bfloat16, which goes on past end tokens, and the folder it comes from."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = model_folder(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model.generation_config.eos_token_id = None
+    return model, folder
 
 
 def model_folder(name: str | None) -> Path:

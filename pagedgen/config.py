@@ -90,7 +90,7 @@ class OutputConfig:
 
     path: `X.parquet` or `X.jsonl` is one file in input order, anything else a folder of Parquet parts.
     keep: the input's columns to keep: "all", "none" or their names. token_ids, logprobs, prompt_logprobs: optional
-    columns. format: of a JSON lines file: rows in pagedgen's columns, or OpenAI's batch output.
+    columns.
     """
 
     path: Path
@@ -99,7 +99,6 @@ class OutputConfig:
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    format: Format = "rows"
 
 
 # Before so many rows have an outcome, a share of them says nothing.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from pagedgen import __version__
 from pagedgen.config import JobConfig
 from pagedgen.data.files import FileLayer
-from pagedgen.data.fingerprint import fingerprint_model
+from pagedgen.data.fingerprint import InputFingerprint, fingerprint_model
 from pagedgen.data.finished import Finished
 from pagedgen.data.layout import OutputLayout, prepare_output
 from pagedgen.data.manifest import Manifest, pack_schema
@@ -153,11 +153,11 @@ class _Job:
         """Do what is left to do; whether that was nothing."""
         earlier = self._layout.manifest
         self._display.phase("looking at the input")
-        fingerprint = self._source.fingerprint().as_json()  # before a stream's first rows are gone
+        fingerprint = self._source.fingerprint()  # before a stream's first rows are gone
         rows: Iterator[PromptRecord] = iter(self._source)
         finished = Finished()
         if earlier is not None:
-            if self._is_complete(earlier):
+            if self._is_complete(earlier, fingerprint):
                 return True
             finished = self._look_back(earlier)
             done = finished.rows
@@ -175,18 +175,18 @@ class _Job:
             generate = partial(self._generate, engine, self._requests(chain([first], rows), renderer, defaults))
         with self._interrupts.deferred():
             if earlier is not None:
-                self._record.go_on(input_fingerprint=fingerprint)
+                self._record.go_on(input_fingerprint=fingerprint.as_json())
             else:
-                self._record.begin(self._manifest(engine, defaults, fingerprint))
+                self._record.begin(self._manifest(engine, defaults, fingerprint.as_json()))
         self._complete(finished.next_part, generate)
         return False
 
-    def _is_complete(self, earlier: Manifest) -> bool:
+    def _is_complete(self, earlier: Manifest, fingerprint: InputFingerprint) -> bool:
         """Whether the earlier run has finished, and nothing is asked for or has come to the input since."""
         self._display.phase("checking what has changed")
-        unchanged = check_same_run(self._layout, earlier, self._identity(), self._source)
+        unchanged = check_same_run(self._layout, earlier, self._identity(), self._source, fingerprint)
         # Of a folder, each part is looked at.
-        is_whole = self._layout.kind != "folder" and self._layout.output_bytes() == earlier.output_bytes
+        is_whole = self._layout.kind != "folder" and not self._layout.was_touched()
         if earlier.status != "finished" or not unchanged or self._config.retry or not is_whole:
             return False
         statuses = {Status(name): count for name, count in (earlier.statuses or {}).items()}

@@ -67,7 +67,6 @@ def output_config(config: JobConfig, source: InputSource) -> OutputConfig:
         overwrite=config.overwrite,
         keep=keep,
         token_ids=config.token_ids,
-        format=config.format,
     )
 
 

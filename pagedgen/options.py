@@ -157,22 +157,22 @@ KeepOption = Annotated[
 TokenIds = Annotated[bool, _option("--token-ids", "Add the generated token ids.", OUTPUT)]
 Retry = Annotated[
     Any,
-    typer.Option(
+    _option(
+        "--retry",
+        "Run the rows of an earlier run that have one of these statuses again.",
+        OUTPUT,
         parser=_parsed(_statuses),
         metavar="STATUS[,STATUS]",
-        help="Run the rows of an earlier run that have one of these statuses again.",
-        rich_help_panel=OUTPUT,
-        show_default=False,
     ),
 ]
 MaxErrors = Annotated[
     Any,
-    typer.Option(
+    _option(
+        "--max-errors",
+        "Give up once more rows than this are not ok.",
+        OUTPUT,
         parser=_parsed(ErrorLimit.parse),
         metavar="N|P%",
-        help="Give up once more rows than this are not ok.",
-        rich_help_panel=OUTPUT,
-        show_default=False,
     ),
 ]
 FlushEvery = Annotated[

@@ -40,8 +40,14 @@ def run_identity(config: JobConfig, model: Mapping[str, str]) -> dict[str, Any]:
     return identity
 
 
-def check_same_run(layout: OutputLayout, manifest: Manifest, identity: Mapping[str, Any], source: InputSource) -> bool:
-    """Whether the input is exactly what it was; it may have grown too.
+def check_same_run(
+    layout: OutputLayout,
+    manifest: Manifest,
+    identity: Mapping[str, Any],
+    source: InputSource,
+    fingerprint: InputFingerprint,
+) -> bool:
+    """Whether the input, whose fingerprint this is now, is exactly what it was; it may have grown too.
 
     Raises UsageError that lists what else has changed, and the ways out.
     """
@@ -51,7 +57,7 @@ def check_same_run(layout: OutputLayout, manifest: Manifest, identity: Mapping[s
     except (KeyError, TypeError):
         changes.append("the manifest does not tell what the input was")
     else:
-        change = source.change_since(known)
+        change = source.change_since(known, fingerprint)
         if change not in ("same", "grown"):
             changes.append(change)
     if changes:

@@ -28,12 +28,12 @@ class RunRecord:
     def __init__(self, layout: OutputLayout, files: FileLayer) -> None:
         self.layout, self._files = layout, files
         self._lock = RunLock(layout.run_folder)
-        self._held, self._is_locked = ExitStack(), False
+        self._held = ExitStack()
         self._manifest = layout.manifest
 
     def __enter__(self) -> Self:
         if self.layout.run_folder.is_dir():
-            self._enter_lock()
+            self._held.enter_context(self._lock)
             earlier = self.layout.manifest
             if earlier is not None and read_manifest(self.layout.run_folder) != earlier:
                 raise PagedgenError(f"another pagedgen has just written to {self.layout.output}; run the command again")
@@ -51,8 +51,8 @@ class RunRecord:
 
     def begin(self, manifest: Manifest) -> None:
         """Makes the folders of a new run, and clears what an overwritten one left."""
-        if not self._is_locked:
-            self._enter_lock()
+        if not self._lock.is_held:
+            self._held.enter_context(self._lock)
             if read_manifest(self.layout.run_folder) is not None:  # it came while this one was getting ready
                 raise PagedgenError(f"another pagedgen has just written to {self.layout.output}; run the command again")
         self.layout.create(self._files)
@@ -92,10 +92,6 @@ class RunRecord:
     def check(self) -> None:
         """Raises PagedgenError when the run folder is no longer the one that was locked."""
         self._lock.check()
-
-    def _enter_lock(self) -> None:
-        self._held.enter_context(self._lock)
-        self._is_locked = True
 
     def _retry(self, statuses: tuple[str, ...]) -> Retry:
         earlier = self.manifest.retry

@@ -17,7 +17,8 @@ def source(path: Path | str, stdin: bytes | None = None) -> InputSource:
 
 
 def change(old: InputFingerprint, path: Path | str, stdin: bytes | None = None) -> str:
-    return source(path, stdin).change_since(InputFingerprint.from_json(old.as_json()))
+    now = source(path, stdin)
+    return now.change_since(InputFingerprint.from_json(old.as_json()), now.fingerprint())
 
 
 @pytest.mark.parametrize(

@@ -69,24 +69,26 @@ def fingerprint_head(rows: Iterable[Mapping[str, Any]]) -> InputFingerprint:
     return InputFingerprint(head_rows=count, head_digest=digest.hexdigest())
 
 
-def compare_files(old: Sequence[FileFingerprint], files: Sequence[tuple[str, Path]]) -> Change | str:
+def compare_files(
+    old: Sequence[FileFingerprint], new: Sequence[FileFingerprint], paths: Sequence[Path]
+) -> Change | str:
     """Whether the rows that were there are still there, at the same places: "same", or "grown" when others came after
-    them, else what is different, in words."""
-    grown = len(files) > len(old)
+    them, else what is different, in words. paths: where the new files are."""
+    grown = len(new) > len(old)
     for number, known in enumerate(old):
-        if number >= len(files):
+        if number >= len(new):
             return f"{known.name} is gone"
-        name, path = files[number]
+        now, path = new[number], paths[number]
+        name = now.name
         if name != known.name:
             return f"{name} stands where {known.name} was"
-        size = path.stat().st_size
-        is_last = number == len(old) - 1
-        if size < known.size or (size > known.size and not (is_last and _may_grow(path))):
+        may_grow = number == len(old) - 1 and _may_grow(path)
+        if now.size < known.size or (now.size > known.size and not may_grow):
             return f"{name} has changed"
-        now = _fingerprint(name, path, known.size)
-        if now.digest != known.digest:
+        then = now if now.size == known.size else _fingerprint(name, path, known.size)
+        if then.digest != known.digest:
             return f"{name} has changed"
-        if size > known.size:
+        if now.size > known.size:
             if not (known.ends_line or _begins_line(path, known.size)):
                 return f"the last row of {name} has changed"
             grown = True

@@ -48,6 +48,10 @@ class RunLock:
     ) -> None:
         self._lock.release()
 
+    @property
+    def is_held(self) -> bool:
+        return bool(self._lock.is_locked)
+
     def check(self) -> None:
         """Raises PagedgenError when the folder was removed, or replaced by another one, since it was locked: whatever
         was written next would not be with what was written before."""

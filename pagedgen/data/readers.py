@@ -88,16 +88,15 @@ class InputSource:
             return fingerprint_files(self._named_files)
         return fingerprint_head(row.columns for row in self._head())
 
-    def change_since(self, old: InputFingerprint) -> Change | str:
+    def change_since(self, old: InputFingerprint, now: InputFingerprint) -> Change | str:
         """Whether the rows of a fingerprint are still there, at the same places: "same", "grown" when others came after
-        them, else what is different, in words. Raises PagedgenError for a file that cannot be read."""
+        them, else what is different, in words. now: the present fingerprint; only what grew is read once more. Raises
+        PagedgenError for a file that cannot be read."""
         if bool(old.files) != bool(self.files):
             return "the input is of another kind"
         if self.files:
-            return compare_files(old.files, self._named_files)
-        head = self._head()
-        now = fingerprint_head(row.columns for row in head[: old.head_rows])
-        if (now.head_rows, now.head_digest) != (old.head_rows, old.head_digest):
+            return compare_files(old.files, now.files, self.files)
+        if fingerprint_head(row.columns for row in self._head()[: old.head_rows]) != old:
             return f"the first rows of {self.description} have changed"
         return "grown"  # its end is not known before it has been read
 
