@@ -164,7 +164,7 @@ def test_samples_share_the_prompt_and_go_on_as_if_they_were_alone(checkpoint):
     assert engine.blocks.num_copies == 3
     assert engine.scheduler.counts.prompt_tokens == 10
     for sample in samples:
-        group = engine._group(Request(0, "row", prompt_token_ids=prompt, params=replace(params, n=1)), prompt)
+        group = engine.admission.group(Request(0, "row", prompt_token_ids=prompt, params=replace(params, n=1)), prompt)
         group.sequences[0].key = random_key(0, "row", sample.sample)
         engine.scheduler.add(group)
         while engine.scheduler.has_work:
@@ -222,7 +222,7 @@ def test_a_bad_word_is_never_completed(checkpoint):
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     request = Request(0, "0", prompt_token_ids=(3, 4, 5), params=params)
     (plain,) = engine.generate([request])
-    group = engine._group(request, (3, 4, 5))
+    group = engine.admission.group(request, (3, 4, 5))
     banned = plain.token_ids[4:7]
     group.sequences[0].bad_words = (banned,)
     engine.scheduler.add(group)

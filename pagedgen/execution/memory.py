@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -87,8 +88,17 @@ def naming_memory(what: str) -> Iterator[None]:
         raise
 
 
-def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> int:
-    """The number of KV blocks.
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """num_blocks: of the KV pool. activation_bytes, logits_bytes: the most that a step takes besides weights and KV."""
+
+    num_blocks: int
+    activation_bytes: int
+    logits_bytes: int
+
+
+def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> PoolSize:
+    """The number of KV blocks, and what is kept for the steps.
 
     With `kv_memory`, as many as it holds. Without, what is free on the device less the measured activation peak and a
     reserve, and no more than all sequences at full length could use.
@@ -102,30 +112,38 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
             f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
             f"which takes {format_bytes(per_block)} for this model; raise --kv-memory or lower --block-size"
         )
+    logits = logits_bytes(config, spec.vocab_size)
     activations = measure_activations(config, model, attention, max_model_len)
+    step = activations + logits
     free, total = available_memory(spec.device)
-    usable = free - activations - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
+    usable = free - step - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
     if config.kv_memory is not None:
-        if config.kv_memory > free - activations:
+        if config.kv_memory > free - step:
             raise UsageError(
                 f"--kv-memory {format_bytes(config.kv_memory)} does not fit: {format_bytes(free)} of memory are free "
-                f"after the weights, of which a step of --max-batch-tokens takes {format_bytes(activations)}; the most "
+                f"after the weights, of which a step of --max-batch-tokens takes {format_bytes(step)}; the most "
                 f"that fits is {format_bytes(max(0, usable))}"
             )
-        return config.kv_memory // per_block
+        return PoolSize(config.kv_memory // per_block, activations, logits)
     useful = config.max_seqs * -(-max_model_len // config.block_size)
     if usable < per_block:
         raise PagedgenError(
             f"no memory is left for the KV pool: {format_bytes(free)} are free after the weights, activations take "
-            f"{format_bytes(activations)} and one block takes {format_bytes(per_block)}; free some memory, or lower "
+            f"{format_bytes(step)} and one block takes {format_bytes(per_block)}; free some memory, or lower "
             f"--max-batch-tokens"
         )
-    return min(usable // per_block, useful)
+    return PoolSize(min(usable // per_block, useful), activations, logits)
+
+
+def logits_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """The largest chunk of float32 logits in a step, with two working copies."""
+    most_rows = max(config.max_seqs, PROMPT_LOGIT_ROWS)
+    return 3 * 4 * vocab_size * min(most_rows, config.max_batch_tokens, logit_rows_per_chunk(vocab_size))
 
 
 def measure_activations(config: EngineConfig, model: Model, attention: AttentionBackend, max_model_len: int) -> int:
-    """Bytes that the largest step needs besides weights and KV: the measured peak of a forward pass over random tokens,
-    scaled to `max_batch_tokens`, plus the largest chunk of float32 logits with two working copies."""
+    """Bytes that the largest step needs besides weights, KV and logits: the measured peak of a forward pass over random
+    tokens, scaled to `max_batch_tokens`."""
     spec = model.spec
     tokens = min(PROBE_TOKENS, config.max_batch_tokens, spec.max_position)
     state = SlotArrays(1, tokens, config.block_size)
@@ -142,12 +160,7 @@ def measure_activations(config: EngineConfig, model: Model, attention: Attention
         before = _start_peak(spec.device)
         model.logits(model.forward(batch, cache, attention))
         peak = _read_peak(spec.device) - before
-    most_rows = max(config.max_seqs, PROMPT_LOGIT_ROWS)
-    rows = min(most_rows, config.max_batch_tokens, logit_rows_per_chunk(spec.vocab_size))
-    logits = 3 * 4 * rows * spec.vocab_size
-    return (
-        max(0, peak) * -(-config.max_batch_tokens // tokens) + logits + _context_bytes(model, attention, max_model_len)
-    )
+    return max(0, peak) * -(-config.max_batch_tokens // tokens) + _context_bytes(model, attention, max_model_len)
 
 
 def _context_bytes(model: Model, attention: AttentionBackend, max_model_len: int) -> int:

@@ -34,6 +34,7 @@ class BlockManager:
         self.filled_slots = 0
         self.logical_blocks = 0
         self.num_copies = 0
+        self.num_touched = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[tuple[int, bytes], int] = {}
@@ -122,6 +123,16 @@ class BlockManager:
         if self._slot_registered[parent] <= num_tokens // self.block_size:
             self._slot_node[child] = self._slot_node[parent]
             self._slot_registered[child] = self._slot_registered[parent]
+
+    def count_by_group(self, slots: NDArray[np.int32], groups: NDArray[np.int64]) -> int:
+        """The distinct blocks that the tables of each group's slots refer to, summed over the groups. groups: int64
+        [S], one number for the slots that belong together."""
+        state = self.state
+        counts = state.num_blocks[slots]
+        inside = np.arange(counts.max(initial=0)) < counts[:, None]
+        blocks = state.block_table[slots, : inside.shape[1]][inside].astype(np.int64)
+        _, numbers = np.unique(groups, return_inverse=True)
+        return len(np.unique(np.repeat(numbers, counts) * self.num_blocks + blocks))
 
     def needs_copy(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """For each of the slots that are about to write, whether it has to copy its block first.
@@ -213,6 +224,7 @@ class BlockManager:
         """A block with one reference and no content: a free one, else the least recently used cached one."""
         if self._free:
             block = self._free.pop()
+            self.num_touched = max(self.num_touched, block + 1)
         else:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]

@@ -18,7 +18,7 @@ class RunningSlots:
     had computed, before its last preemption too. pause_at: int32 [max_seqs], where its computation pauses for a copy to
     be made of it, or NEVER. end_ids: int32 [max_seqs, 8], as many as fit; -1 is no token. watched: bool [max_seqs],
     those with more end ids, with stop strings or with log-probabilities, whose tokens are looked at in Python, each of
-    them.
+    them. rows: int64 [max_seqs], samples: int32 [max_seqs], the request and the sample of it that each is.
     """
 
     NEVER = np.iinfo(np.int32).max
@@ -31,6 +31,8 @@ class RunningSlots:
         self.pause_at = np.full(max_seqs, self.NEVER, np.int32)
         self.end_ids = np.full((max_seqs, MAX_UNWATCHED_END_IDS), -1, np.int32)
         self.watched = np.zeros(max_seqs, np.bool_)
+        self.rows = np.zeros(max_seqs, np.int64)
+        self.samples = np.zeros(max_seqs, np.int32)
         self.asks = DeviceAsks(state)
         # What each slot's parameters were last written from.
         self._written: list[tuple[SamplingParams, frozenset[int]] | None] = [None] * max_seqs
@@ -65,6 +67,7 @@ class RunningSlots:
         sequence.slot, self._sequences[slot], self._groups[slot] = slot, sequence, group
         state.num_prompt[slot], state.key[slot] = sequence.num_prompt, sequence.key
         self.max_total[slot], self.most_computed[slot] = sequence.max_total, sequence.most_computed
+        self.rows[slot], self.samples[slot] = sequence.request.row, sequence.sample
         written = self._written[slot]
         # Most sequences of a job share these objects; writing a dozen numbers again takes longer than all the rest.
         if written is None or written[0] is not sequence.params or written[1] is not sequence.end_ids:

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagedgen.request import FinishReason, Status
 
 GENERATING = "generating"
@@ -10,7 +13,12 @@ GENERATING = "generating"
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What runs on what. kv_bytes: size of the KV pool in bytes; kv_blocks: the blocks it holds."""
+    """What runs on what. kv_bytes: size of the KV pool in bytes; kv_blocks: the blocks it holds.
+
+    max_model_len, max_seqs, max_batch_tokens: the engine's limits. weight_bytes: of the loaded weights.
+    activation_bytes, logits_bytes: the most that a step takes besides, as measured at the start.
+    vocab_size: of the model.
+    """
 
     model: str
     device: str
@@ -19,6 +27,24 @@ class RunInfo:
     kv_bytes: int
     kv_blocks: int
     block_size: int
+    max_model_len: int = 0
+    max_seqs: int = 0
+    max_batch_tokens: int = 0
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    logits_bytes: int = 0
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningSequences:
+    """The sequences that run in a step. slots, samples: int32 [S]; rows: int64 [S], the row of the input. lengths:
+    int32 [S], the tokens whose keys and values each has in its blocks once the step is done."""
+
+    slots: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    samples: NDArray[np.int32]
+    lengths: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +59,11 @@ class StepSample:
     prompt_tokens: prompt tokens computed. cached_prompt_tokens: prompt tokens that sequences admitted in this step had
         in the prefix cache instead. output_tokens: tokens drawn. preemptions, block_copies: how many in this step.
     schedule_s, build_s, model_s, sample_s, update_s: the parts of the step.
+    computed_tokens: tokens computed, recomputed ones too. sampled_rows: rows of logits. attention_pairs: (query, key)
+        pairs of one attention head. held_tokens: sum of `sequences.lengths`, shared tokens counted for each sequence.
+    group_blocks: distinct blocks of each request, summed over the requests; None where it was not counted.
+    touched_blocks: blocks that have been used since the start, at one time or another.
+    sequences: those that run. finished_rows: the rows that are done after the step.
     """
 
     start: float
@@ -56,6 +87,14 @@ class StepSample:
     model_s: float = 0.0
     sample_s: float = 0.0
     update_s: float = 0.0
+    computed_tokens: int = 0
+    sampled_rows: int = 0
+    attention_pairs: int = 0
+    held_tokens: int = 0
+    group_blocks: int | None = None
+    touched_blocks: int = 0
+    sequences: RunningSequences | None = None
+    finished_rows: tuple[int, ...] = ()
 
     @property
     def allocated_slots(self) -> int:
