@@ -4,13 +4,14 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 
 from pagedgen.admission import Admission, Limits
 from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
 from pagedgen.execution.attention import choose_backend
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import free_unused_memory, is_out_of_memory, naming_memory, size_pool
+from pagedgen.execution.memory import device_bytes, free_unused_memory, is_out_of_memory, naming_memory, size_pool
 from pagedgen.execution.runner import ModelRunner
 from pagedgen.models.loader import load_model
 from pagedgen.observer import StepObserver, StepTimes
@@ -101,6 +102,11 @@ class Engine:
             logits_bytes=self._pool.logits_bytes,
             vocab_size=spec.vocab_size,
         )
+
+    @property
+    def device_bytes(self) -> Callable[[], int] | None:
+        """Tells the bytes that torch holds on an accelerator; None on a CPU, where the process tells them."""
+        return None if self.spec.device.type == "cpu" else partial(device_bytes, self.spec.device)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """The completions of `complete`, one by one; those of one request come together."""

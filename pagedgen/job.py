@@ -1,9 +1,8 @@
 """A whole job: read the rows, skip what is done, generate, write the outcomes, report."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +16,7 @@ from pagedgen.data.files import FileLayer
 from pagedgen.data.fingerprint import InputFingerprint, fingerprint_model
 from pagedgen.data.finished import Finished
 from pagedgen.data.layout import OutputLayout, prepare_output
-from pagedgen.data.manifest import Manifest, pack_schema
+from pagedgen.data.manifest import Manifest, pack_schema, utc_now
 from pagedgen.data.merge import ToLines, json_lines
 from pagedgen.data.openai_batch import Endpoint, is_batch, model_of, request_columns
 from pagedgen.data.openai_format import openai_lines
@@ -28,8 +27,10 @@ from pagedgen.errors import PagedgenError, RowError, UsageError
 from pagedgen.interrupts import EXIT_CODE, Interrupts
 from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths, output_columns, output_config
 from pagedgen.params import defaults_from_generation_config, resolve_params, unsupported_in_generation_config
+from pagedgen.process import collector_paused, collector_restored
 from pagedgen.request import Completion, PromptRecord, Request, SamplingParams, Status
 from pagedgen.resume import check_same_run, command_to_go_on, run_identity
+from pagedgen.run_log import RunLog
 from pagedgen.run_record import RunRecord, require_earlier_run
 from pagedgen.stats.collector import RunStats
 from pagedgen.stats.live import LiveDisplay, stderr_console
@@ -83,30 +84,6 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None, files: FileLayer |
         return _Job(config, source, columns, layout, interrupts, files or FileLayer()).run()
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from going through all that is imported and loaded, over and over while it grows, and
-    again during the run: none of it is garbage."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.set_threshold(20_000)  # the rows that wait to be written are no garbage either
-        gc.enable()
-
-
-@contextmanager
-def _collector_restored() -> Iterator[None]:
-    """Afterwards the garbage collector is as it was, for whoever runs jobs in a process that goes on."""
-    threshold = gc.get_threshold()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)
-
-
 class _Job:
     """The state of a job under way. Rows whose completion is still to come wait in `_records`, as many as the engine
     has taken, so that memory does not grow with the input."""
@@ -124,6 +101,7 @@ class _Job:
         self._interrupts, self._files = interrupts, files
         self._stats = RunStats()
         self._display = LiveDisplay(self._stats, quiet=config.quiet)
+        self._log = RunLog(self._stats, layout.run_folder, utc_now(), self._display.warn)
         self._record = RunRecord(layout, files)
         self._writer: ShardedWriter
         self._records: dict[int, PromptRecord] = {}
@@ -134,7 +112,7 @@ class _Job:
 
     def run(self) -> JobResult:
         try:
-            with _collector_restored(), self._display, self._record:
+            with collector_restored(), self._display, self._record:
                 is_complete = self._run()
         except KeyboardInterrupt:
             again = command_to_go_on(self._config)
@@ -170,7 +148,7 @@ class _Job:
         if first is None:
             generate = None
         else:
-            with _collector_paused():
+            with collector_paused():
                 engine, renderer, defaults = self._prepare()
             generate = partial(self._generate, engine, self._requests(chain([first], rows), renderer, defaults))
         with self._interrupts.deferred():
@@ -214,7 +192,7 @@ class _Job:
         warn = self._display.warn
         engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step, on_note=warn)
         self._check_dtype(engine.info.dtype)
-        self._stats.set_info(engine.info)
+        self._log.begin(engine.info, goes_on=self._layout.manifest is not None, device_bytes=engine.device_bytes)
         self._stats.set_total(self._source.total)
         searching = self._config.beam is not None
         for unsupported in unsupported_in_generation_config(engine.generation_config, searching=searching):
@@ -257,6 +235,7 @@ class _Job:
         with suppress(KeyboardInterrupt), self._interrupts.deferred():  # all is written
             self._stats.set_total(self._source.rows_read)
             self._stats.set_phase(None)
+            self._log.save()
             self._record.finish(self._stats.summary(), self._source.rows_read, self._stats.snapshot().statuses)
             self._writer.discard_parts()
 
@@ -292,6 +271,7 @@ class _Job:
         try:
             self._writer.flush()
             self._stats.set_phase(None)
+            self._log.save()
             self._record.end_early("interrupted" if interrupted else "failed", self._stats.summary())
         except PagedgenError:
             if not interrupted:
@@ -305,9 +285,8 @@ class _Job:
         self, rows: Iterator[PromptRecord], renderer: PromptRenderer, defaults: SamplingParams
     ) -> Iterator[Request]:
         """The rows as requests; those that cannot be one get their outcome here."""
-        while batch := list(islice(rows, RENDER_BATCH)):
-            meant = list(map(self._from_batch_file, batch)) if self._is_batch else batch
-            for record, row, prompt in zip(batch, meant, renderer.render_batch(meant), strict=True):
+        for batch, meant, prompts in self._log.timed(self._rendered(rows, renderer), "input"):
+            for record, row, prompt in zip(batch, meant, prompts, strict=True):
                 try:
                     if isinstance(prompt, RowError):
                         raise prompt
@@ -319,6 +298,14 @@ class _Job:
                 yield Request(record.row, record.id, prompt_token_ids=prompt, params=params, beam=self._config.beam)
             self._stats.set_input_progress(self._fraction_read(), self._source.rows_read)
             self._writer.flush_if_due()  # for rows that never come to a step
+
+    def _rendered(
+        self, rows: Iterator[PromptRecord], renderer: PromptRenderer
+    ) -> Iterator[tuple[list[PromptRecord], list[PromptRecord], list[Any]]]:
+        """The rows, what each means, and its prompt's token ids or why there are none, a batch at a time."""
+        while batch := list(islice(rows, RENDER_BATCH)):
+            meant = list(map(self._from_batch_file, batch)) if self._is_batch else batch
+            yield batch, meant, list(renderer.render_batch(meant))
 
     def _from_batch_file(self, record: PromptRecord) -> PromptRecord:
         """A line of an OpenAI batch file, in our own columns."""
@@ -338,7 +325,8 @@ class _Job:
 
     def _write(self, completions: Sequence[Completion], record: PromptRecord) -> None:
         self._stats.add_row(completions)
-        self._writer.write(completions, record.columns, self._token_strings)
+        with self._log.timing("write"):
+            self._writer.write(completions, record.columns, self._token_strings)
         limit = self._config.max_errors
         if limit is None:
             return
@@ -350,9 +338,11 @@ class _Job:
             )
 
     def _on_step(self, sample: StepSample) -> None:
-        self._stats.add_step(sample)
+        self._log.add_step(sample)
         self._display.refresh()
-        self._writer.flush_if_due()
+        with self._log.timing("write"):
+            self._writer.flush_if_due()
+        self._log.save_if_due()
 
     def _fraction_read(self) -> float | None:
         total = self._source.total_bytes

@@ -20,6 +20,7 @@ WINDOW = 7
 class FakeEngine:
     """What a job uses of an engine. Every eleventh row gives `nan_logits`."""
 
+    device_bytes = None
     generation_config: dict[str, Any] = {}  # noqa: RUF012
     kernels_note = None
     max_model_len = 4096

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"values", "kernels", "execution", "models.base"},
     "admission": {"values", "scheduling", "text"},
     "observer": {"values", "scheduling", "stats"},
+    "simulation": {"values", "scheduling", "observer", "stats"},
     "engine": {"values", "admission", "observer", "scheduling", "execution", "models", "models.base", "text", "stats"},
     "job": {"values", "api", "engine", "text", "data", "stats", "models"},
     "options": {"values"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 VALUES = {"beam_params", "errors", "config", "interrupts", "params", "process", "request", "step", "units"}
 
-JOB = {"job", "job_setup", "resume", "run_record"}
+JOB = {"job", "job_setup", "resume", "run_log", "run_record"}
 
 
 def area(module: str) -> str:

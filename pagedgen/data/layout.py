@@ -17,6 +17,7 @@ from pagedgen.errors import UsageError
 
 PARTS_NAME = "parts"
 STATS_NAME = "stats.json"
+RECORDING_NAME = "timeline.parquet"
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _SET_ASIDE = re.compile(r"part-(\d{5,})\.parquet\.corrupt\d*")
 _MERGED = re.compile(r"merge-\d{5,}\.parquet")
@@ -231,5 +232,5 @@ def _check_is_writable(layout: OutputLayout) -> None:
 def _is_unfinished(path: Path) -> bool:
     """Whether a file is one of ours that never got its name, or a step between parts and output."""
     name = path.name[1:].removesuffix(".tmp") if is_temporary(path) else ""
-    ours = _PART.fullmatch(name) or _MERGED.fullmatch(name) or name in (MANIFEST_NAME, STATS_NAME)
+    ours = _PART.fullmatch(name) or _MERGED.fullmatch(name) or name in (MANIFEST_NAME, STATS_NAME, RECORDING_NAME)
     return bool(ours or _MERGED.fullmatch(path.name))

@@ -49,6 +49,11 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     return max(free, 0), total
 
 
+def device_bytes(device: torch.device) -> int:
+    """The bytes that torch's allocator holds on an accelerator."""
+    return int(torch.cuda.memory_reserved(device))
+
+
 def _control_groups() -> list[Path]:
     """The process's control group and those above it, any of which may hold a limit (Linux, version 2)."""
     path = ""

@@ -106,6 +106,11 @@ class RunStats:
         self._errors: list[ErrorExample] = []
 
     @property
+    def created(self) -> float:
+        """When the run began, on the clock."""
+        return self._created
+
+    @property
     def elapsed(self) -> float:
         """Seconds since the run began."""
         return self._clock() - self._created
@@ -267,7 +272,10 @@ def summary_dict(s: StatsSnapshot) -> dict[str, Any]:
         "rows_done": s.rows_done,
         "rows_done_earlier": s.rows_earlier,
         "rows_total": s.rows_total if s.rows_total_exact else None,
+        "rows_total_estimate": s.rows_total,
+        "eta_s": s.eta,
         "completions_by_status": {str(status): count for status, count in s.statuses.items()},
+        "errors": [{"row": e.row, "status": str(e.status), "error": e.error} for e in s.errors],
         "finish_reasons": {str(reason): count for reason, count in s.finish_reasons.items()},
         "prompt_tokens_computed": s.prompt_tokens,
         "prompt_tokens_cached": s.cached_prompt_tokens,
