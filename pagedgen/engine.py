@@ -65,7 +65,7 @@ class Engine:
         self._pool = size_pool(config, self.model, attention, self.max_model_len)
         num_blocks = self._pool.num_blocks
         self.kv_bytes = num_blocks * KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
-        with naming_memory("setting up the KV pool and the sequences"):
+        with naming_memory(config, self.kv_bytes, self.max_model_len):
             cache = KVCache(spec.layers, num_blocks, config.block_size, spec.dtype, spec.device)
             self.runner = ModelRunner(self.model, cache, attention)
             self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)

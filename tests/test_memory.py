@@ -1,5 +1,6 @@
 """The size of the KV pool: what is asked for, what is free, and the errors when it is not there."""
 
+import re
 from types import SimpleNamespace
 
 import psutil
@@ -64,21 +65,65 @@ def test_the_pool_is_as_large_as_asked(model):
     assert size(model, kv_memory=10 * per_block(model) + 1) == 10
 
 
-def test_less_than_a_block_is_refused(model):
-    with pytest.raises(PagedgenError, match=r"--kv-memory .* less than one KV block .* --block-size"):
+def suggested(error, flag):
+    """The setting that an error's sentence names for a flag."""
+    found = re.search(rf"{flag}(?: to)? (\d+)(MiB)?", str(error.value).rpartition(";")[2])
+    assert found, str(error.value)
+    return int(found[1]) << (20 if found[2] else 0)
+
+
+def test_less_than_a_block_is_refused_with_the_block_that_fits(model):
+    with pytest.raises(PagedgenError, match=r"--kv-memory .* less than one KV block .* --block-size") as error:
         size(model, kv_memory=per_block(model) - 1)
+    block_size = suggested(error, "--block-size")
+    assert block_size == 15
+    assert size(model, kv_memory=per_block(model) - 1, block_size=block_size) == 1
 
 
 def test_more_than_there_is_is_refused_with_what_would_fit(model, machine):
-    machine(2 * GIB, 16 * GIB)
-    with pytest.raises(PagedgenError, match=r"--kv-memory 3.0 GiB does not fit: 2.0 GiB .* the most that fits"):
-        size(model, kv_memory=3 * GIB)
+    machine(6 * GIB, 16 * GIB)
+    with pytest.raises(PagedgenError, match=r"--kv-memory 7.0 GiB does not fit: 6.0 GiB of cpu .* the most") as error:
+        size(model, kv_memory=7 * GIB)
+    fits = suggested(error, "--kv-memory")
+    assert 2 * GIB < fits < 3 * GIB
+    assert size(model, kv_memory=fits) == fits // per_block(model)
+
+
+def test_where_the_steps_take_it_all_the_largest_batch_is_named(tmp_path, machine):
+    folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=20_000)
+    wide = load_model(EngineConfig(model=str(folder), dtype="float32")).model
+    machine(5 * GIB, 16 * GIB)
+    with pytest.raises(PagedgenError, match=r"no memory is left for the KV pool: 5.0 GiB of cpu memory") as error:
+        size(wide, max_batch_tokens=1 << 16)
+    fits = suggested(error, "--max-batch-tokens")
+    assert 256 < fits < 1 << 16
+    assert size(wide, max_batch_tokens=fits // 2) >= 1  # what is measured differs a little from time to time
+
+
+def test_tables_that_do_not_fit_are_refused_with_how_many_would(model, machine):
+    machine(8 * GIB, 16 * GIB)
+    with pytest.raises(PagedgenError, match=r"--max-seqs 100000000 does not fit: .* 8.0 GiB of memory") as error:
+        size(model, max_seqs=10**8)
+    fits = suggested(error, "--max-seqs")
+    memory.check_tables(EngineConfig(max_seqs=fits), 256)
+    with pytest.raises(PagedgenError):
+        memory.check_tables(EngineConfig(max_seqs=fits + 1), 256)
+
+
+def test_what_is_set_up_is_named_when_memory_runs_out():
+    with (
+        pytest.raises(
+            PagedgenError, match=r"KV pool takes 2.0 GiB \(--kv-memory\).* 256 sequences .* MiB \(--max-seqs"
+        ),
+        memory.naming_memory(EngineConfig(), 2 * GIB, 8192),
+    ):
+        raise MemoryError
 
 
 def test_by_default_it_is_what_is_free_less_a_reserve(model, machine):
     machine(8 * GIB, 16 * GIB)
     activations = memory.measure_activations(EngineConfig(), model, choose_backend(CPU), 256)
-    blocks = size(model, max_model_len=1 << 30)
+    blocks = size(model, max_model_len=1 << 20)
     taken = blocks * per_block(model)
     assert taken <= 8 * GIB - int(0.2 * 16 * GIB) - 3 * 4 * 256 * model.spec.vocab_size
     assert taken > 8 * GIB - int(0.2 * 16 * GIB) - 4 * activations - GIB // 2

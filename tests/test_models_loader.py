@@ -241,7 +241,7 @@ def test_weights_that_do_not_fit(architecture: str, tmp_path: Path, monkeypatch:
     folder = tiny_checkpoint(tmp_path, architecture)
     monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000, total=1 << 30))
-    with pytest.raises(PagedgenError, match=r"does not fit: its weights need .* and .* of cpu memory are free"):
+    with pytest.raises(PagedgenError, match=r"--model .* does not fit: its weights need .* choose a model of at"):
         load(folder)
 
 

@@ -28,6 +28,8 @@ PROBE_TOKENS = 256
 # Left alone on the device, for the rest of the process and of the machine: a share of the total, and no less than this.
 RESERVE_SHARE = 0.2
 RESERVE_BYTES = 1 << 30
+# The numbers of a sequence in SlotArrays and RunningSlots besides its tokens and blocks, roughly.
+SLOT_BYTES = 160
 CONTROL_GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -81,16 +83,37 @@ def free_unused_memory(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def naming_memory(what: str) -> Iterator[None]:
-    """Turn running out of memory into a PagedgenError that says in what, and which settings to lower."""
+def naming_memory(config: EngineConfig, kv_bytes: int, max_model_len: int) -> Iterator[None]:
+    """Turn running out of memory in setting up the KV pool and the sequences into a PagedgenError that says what each
+    of them takes, and which settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise PagedgenError(
-                f"{what} ran out of memory; lower --kv-memory, --max-batch-tokens, --max-seqs or --max-model-len"
+                f"setting up ran out of memory: the KV pool takes {format_bytes(kv_bytes)} (--kv-memory), the tables "
+                f"of {config.max_seqs} sequences of up to {max_model_len} tokens take "
+                f"{format_bytes(config.max_seqs * sequence_bytes(config, max_model_len))} (--max-seqs, "
+                "--max-model-len); lower one of them"
             ) from error
         raise
+
+
+def sequence_bytes(config: EngineConfig, max_model_len: int) -> int:
+    """What the tables of one sequence take in the machine's memory: its token ids and block numbers."""
+    return 4 * (max_model_len + -(-max_model_len // config.block_size)) + SLOT_BYTES
+
+
+def check_tables(config: EngineConfig, max_model_len: int) -> None:
+    """Raises UsageError when the tables of `max_seqs` sequences do not fit into the machine's memory."""
+    each = sequence_bytes(config, max_model_len)
+    free, _ = available_memory(torch.device("cpu"))
+    if config.max_seqs * each > free:
+        raise UsageError(
+            f"--max-seqs {config.max_seqs} does not fit: the tables of that many sequences of up to {max_model_len} "
+            f"tokens take {format_bytes(config.max_seqs * each)}, and {format_bytes(free)} of memory are free; the "
+            f"most that fits is --max-seqs {free // each}, or lower --max-model-len"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +138,10 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     if config.kv_memory is not None and config.kv_memory < per_block:
         raise UsageError(
             f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
-            f"which takes {format_bytes(per_block)} for this model; raise --kv-memory or lower --block-size"
+            f"which takes {format_bytes(per_block)} for this model; raise --kv-memory, or lower --block-size"
+            f"{_at_most(config.kv_memory // (per_block // config.block_size))}"
         )
+    check_tables(config, max_model_len)
     logits = logits_bytes(config, spec.vocab_size)
     activations = measure_activations(config, model, attention, max_model_len)
     step = activations + logits
@@ -125,19 +150,35 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     if config.kv_memory is not None:
         if config.kv_memory > free - step:
             raise UsageError(
-                f"--kv-memory {format_bytes(config.kv_memory)} does not fit: {format_bytes(free)} of memory are free "
-                f"after the weights, of which a step of --max-batch-tokens takes {format_bytes(step)}; the most "
-                f"that fits is {format_bytes(max(0, usable))}"
+                f"--kv-memory {format_bytes(config.kv_memory)} does not fit: {format_bytes(free)} of "
+                f"{spec.device.type} memory are free after the weights ({format_bytes(spec.weight_bytes)}), of which a "
+                f"step of --max-batch-tokens {config.max_batch_tokens} takes {format_bytes(step)}; "
+                + _what_fits(usable, per_block, config, activations)
             )
         return PoolSize(config.kv_memory // per_block, activations, logits)
     useful = config.max_seqs * -(-max_model_len // config.block_size)
     if usable < per_block:
         raise PagedgenError(
-            f"no memory is left for the KV pool: {format_bytes(free)} are free after the weights, activations take "
-            f"{format_bytes(step)} and one block takes {format_bytes(per_block)}; free some memory, or lower "
-            f"--max-batch-tokens"
+            f"no memory is left for the KV pool: {format_bytes(free)} of {spec.device.type} memory are free after the "
+            f"weights ({format_bytes(spec.weight_bytes)}), a step of --max-batch-tokens {config.max_batch_tokens} "
+            f"takes {format_bytes(step)}, {format_bytes(free - step - usable)} are left to the machine, and "
+            f"one block takes {format_bytes(per_block)}; " + _what_fits(usable, per_block, config, activations)
         )
     return PoolSize(min(usable // per_block, useful), activations, logits)
+
+
+def _what_fits(usable: int, per_block: int, config: EngineConfig, activations: int) -> str:
+    """What to do, with the largest setting that leaves room. usable: bytes for the pool; negative where they lack."""
+    if usable >= per_block:
+        return f"the most that fits is --kv-memory {usable >> 20}MiB" if usable >> 20 else "free some memory"
+    lacking, per_token = per_block - usable, max(1, activations // config.max_batch_tokens)
+    tokens = config.max_batch_tokens - -(-lacking // per_token)
+    lower = f"lower --max-batch-tokens{_at_most(tokens)}, or " if tokens >= 1 else ""
+    return f"{lower}free {format_bytes(lacking)} or more"
+
+
+def _at_most(setting: int) -> str:
+    return f" to {setting} at most" if setting >= 1 else ""
 
 
 def logits_bytes(config: EngineConfig, vocab_size: int) -> int:

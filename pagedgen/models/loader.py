@@ -73,7 +73,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         checkpoint = Checkpoint(folder)
         dtype = resolve_dtype(config.dtype, _checkpoint_dtype(hf_config, checkpoint), device)
     check_length(config.max_model_len, hf_config)
-    check_memory(source.name, _weight_bytes(hf_config, checkpoint, dtype, device), device)
+    check_memory(source.name, _weight_bytes(hf_config, checkpoint, dtype, device), device, dtype)
     if own_code or not is_native(hf_config):
         from pagedgen.models.hf import load_hf_model
 

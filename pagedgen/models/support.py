@@ -134,11 +134,17 @@ def check_length(max_model_len: int | None, config: Any) -> None:
         )
 
 
-def check_memory(name: str, need: int, device: torch.device) -> None:
-    """Raise PagedgenError when `need` bytes of weights do not fit into what the device has free."""
+def check_memory(name: str, need: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise PagedgenError when `need` bytes of weights in `dtype` do not fit into what the device has free."""
     have, _ = available_memory(device)
-    if need > have:
-        raise PagedgenError(
-            f"{name} does not fit: its weights need {format_bytes(need)} and {format_bytes(have)} of {device.type} "
-            "memory are free; choose a smaller model or --dtype bfloat16"
-        )
+    if need <= have:
+        return
+    halved = need * 2 // dtype.itemsize
+    if halved < need and halved <= have:
+        remedy = f"pass --dtype bfloat16, in which they need {format_bytes(halved)}"
+    else:
+        remedy = f"choose a model of at most {have / 2 / 1e9:.2g} billion parameters in bfloat16, or free memory"
+    raise PagedgenError(
+        f"--model {name} does not fit: its weights need {format_bytes(need)} in {str(dtype).removeprefix('torch.')} "
+        f"and {format_bytes(have)} of {device.type} memory are free; {remedy}"
+    )
