@@ -27,6 +27,7 @@ from pagedgen.errors import PagedgenError, RowError, UsageError
 from pagedgen.interrupts import EXIT_CODE, Interrupts
 from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths, output_columns, output_config
 from pagedgen.params import defaults_from_generation_config, resolve_params, unsupported_in_generation_config
+from pagedgen.planning.store import load_plan, plan_key
 from pagedgen.process import collector_paused, collector_restored
 from pagedgen.request import Completion, PromptRecord, Request, SamplingParams, Status
 from pagedgen.resume import check_same_run, command_to_go_on, run_identity
@@ -131,7 +132,8 @@ class _Job:
         """Do what is left to do; whether that was nothing."""
         earlier = self._layout.manifest
         self._display.phase("looking at the input")
-        fingerprint = self._source.fingerprint()  # before a stream's first rows are gone
+        # Before a stream's first rows are gone.
+        fingerprint, planned = self._source.fingerprint(), load_plan(plan_key(self._config, self._source))
         rows: Iterator[PromptRecord] = iter(self._source)
         finished = Finished()
         if earlier is not None:
@@ -155,7 +157,7 @@ class _Job:
             if earlier is not None:
                 self._record.go_on(input_fingerprint=fingerprint.as_json())
             else:
-                self._record.begin(self._manifest(engine, defaults, fingerprint.as_json()))
+                self._record.begin(self._manifest(engine, defaults, fingerprint.as_json()), planned)
         self._complete(finished.next_part, generate)
         return False
 
@@ -192,7 +194,6 @@ class _Job:
         warn = self._display.warn
         engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step, on_note=warn)
         self._check_dtype(engine.info.dtype)
-        self._log.begin(engine.info, goes_on=self._layout.manifest is not None, device_bytes=engine.device_bytes)
         self._stats.set_total(self._source.total)
         searching = self._config.beam is not None
         for unsupported in unsupported_in_generation_config(engine.generation_config, searching=searching):
@@ -201,6 +202,12 @@ class _Job:
             warn(engine.kernels_note)
         defaults = defaults_from_generation_config(engine.generation_config, self._config.overrides)
         check_against_vocabulary(defaults, self._config.overrides, engine.spec.vocab_size)
+        self._log.begin(
+            engine.info,
+            goes_on=self._layout.manifest is not None,
+            may_stop=not defaults.ignore_eos,
+            device_bytes=engine.device_bytes,
+        )
         renderer = PromptRenderer(
             engine.tokenizer,
             self._config.prompt,
@@ -235,7 +242,7 @@ class _Job:
         with suppress(KeyboardInterrupt), self._interrupts.deferred():  # all is written
             self._stats.set_total(self._source.rows_read)
             self._stats.set_phase(None)
-            self._log.save()
+            self._log.end()
             self._record.finish(self._stats.summary(), self._source.rows_read, self._stats.snapshot().statuses)
             self._writer.discard_parts()
 
@@ -271,7 +278,7 @@ class _Job:
         try:
             self._writer.flush()
             self._stats.set_phase(None)
-            self._log.save()
+            self._log.end()
             self._record.end_early("interrupted" if interrupted else "failed", self._stats.summary())
         except PagedgenError:
             if not interrupted:
@@ -324,7 +331,7 @@ class _Job:
         return record._replace(columns=request.columns, raw=request.endpoint == "completion")
 
     def _write(self, completions: Sequence[Completion], record: PromptRecord) -> None:
-        self._stats.add_row(completions)
+        self._log.add_row(completions)
         with self._log.timing("write"):
             self._writer.write(completions, record.columns, self._token_strings)
         limit = self._config.max_errors

@@ -1,12 +1,15 @@
 """What a job tells the statistics, and when they are written into its run folder."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from pagedgen.data.layout import RECORDING_NAME
+from pagedgen.planning.lengths import OutputLengths
+from pagedgen.planning.profile import record_profile
+from pagedgen.request import Completion
 from pagedgen.stats.collector import RunStats
 from pagedgen.stats.recorder import Recorder
 from pagedgen.stats.recording import Recording, read_recording
@@ -28,12 +31,17 @@ class RunLog:
     def __init__(self, stats: RunStats, run_folder: Path, started: str, warn: Callable[[str], None]) -> None:
         self._stats, self._path, self._started, self._warn = stats, run_folder / RECORDING_NAME, started, warn
         self._recorder: Recorder | None = None
+        self._lengths, self._may_stop = OutputLengths(), True
         self._next_save = 0.0
         self._failed = False
 
-    def begin(self, info: RunInfo, *, goes_on: bool, device_bytes: Callable[[], int] | None = None) -> None:
-        """The engine is there. goes_on: the run has a recording already, which this process adds to."""
+    def begin(
+        self, info: RunInfo, *, goes_on: bool, may_stop: bool = True, device_bytes: Callable[[], int] | None = None
+    ) -> None:
+        """The engine is there. goes_on: the run has a recording already, which this process adds to. may_stop: whether
+        completions may end before their limit."""
         self._stats.set_info(info)
+        self._may_stop = may_stop
         self._recorder = Recorder(
             info,
             self._started,
@@ -54,6 +62,11 @@ class RunLog:
         self._stats.add_step(sample)
         if self._recorder is not None:
             self._recorder.add_step(sample)
+
+    def add_row(self, completions: Sequence[Completion]) -> None:
+        self._stats.add_row(completions)
+        for completion in completions:
+            self._lengths.add(completion, self._may_stop)
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -84,6 +97,12 @@ class RunLog:
         self.save()
         ended = time.perf_counter()
         self._next_save = ended + max(SAVE_INTERVAL, (ended - started) / SAVE_SHARE)
+
+    def end(self) -> None:
+        """The run is over, in whatever way: keep its recording, and what it shows of the machine for later plans."""
+        self.save()
+        if (recording := self.recording) is not None:
+            record_profile(recording, self._lengths)
 
     def save(self) -> None:
         recording = self.recording

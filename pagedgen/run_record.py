@@ -10,12 +10,13 @@ from typing import Any, Self
 
 from pagedgen.data.files import FileLayer, write_json
 from pagedgen.data.finished import Finished, find_finished
-from pagedgen.data.layout import STATS_NAME, OutputLayout, part_number
+from pagedgen.data.layout import PLAN_NAME, STATS_NAME, OutputLayout, part_number
 from pagedgen.data.lock import RunLock
 from pagedgen.data.manifest import Manifest, Retry, RunStatus, read_manifest, write_manifest
 from pagedgen.data.schema import OutputColumns
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.request import Status
+from pagedgen.user_state import note_run
 
 
 class RunRecord:
@@ -49,14 +50,18 @@ class RunRecord:
         assert self._manifest is not None, "the run has not begun"
         return self._manifest
 
-    def begin(self, manifest: Manifest) -> None:
-        """Makes the folders of a new run, and clears what an overwritten one left."""
+    def begin(self, manifest: Manifest, planned: Mapping[str, Any] | None) -> None:
+        """Makes the folders of a new run, and clears what an overwritten one left. planned: what `pagedgen plan`
+        expects of it, if it was asked."""
         if not self._lock.is_held:
             self._held.enter_context(self._lock)
             if read_manifest(self.layout.run_folder) is not None:  # it came while this one was getting ready
                 raise PagedgenError(f"another pagedgen has just written to {self.layout.output}; run the command again")
         self.layout.create(self._files)
         self._write(manifest)
+        if planned is not None:
+            write_json(self.layout.run_folder / PLAN_NAME, planned, self._files)
+        note_run(self.layout.run_folder)
 
     def find_finished(self, columns: OutputColumns, statuses: tuple[Status, ...]) -> Finished:
         """What the earlier run has left, less the rows with these statuses, which are to run again. A retry that was
@@ -71,6 +76,7 @@ class RunRecord:
         self.layout.make_folders()
         changes |= {"status": "running", "finished": None, "rows": None, "statuses": None, "process": os.getpid()}
         self._write(replace(self.manifest, **changes))
+        note_run(self.layout.run_folder)
 
     def merging(self) -> None:
         """Notes that from now on an output file that is there is the run's own."""

@@ -2,6 +2,8 @@
 from a folder beside the checkout where there is one."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ from hypothesis import settings
 from pagedgen.process import limit_spinning
 
 limit_spinning()  # before torch is loaded
+
+# Which run was the latest, plans and profiles: those of whoever runs the tests stay as they are.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pagedgen-state-")
 
 # The same histories every time, so that the suite passes or fails by the code alone; `make test-full` draws new ones.
 settings.register_profile("repeatable", derandomize=True)

@@ -37,15 +37,42 @@ ALLOWED: dict[str, set[str]] = {
     "observer": {"values", "scheduling", "stats"},
     "simulation": {"values", "scheduling", "observer", "stats"},
     "engine": {"values", "admission", "observer", "scheduling", "execution", "models", "models.base", "text", "stats"},
-    "job": {"values", "api", "engine", "text", "data", "stats", "models"},
+    "job_setup": {"values", "data"},
+    "planning": {
+        *(
+            "values",
+            "admission",
+            "simulation",
+            "scheduling",
+            "execution",
+            "models",
+            "text",
+            "data",
+            "stats",
+            "job_setup",
+        ),
+    },
+    "job": {"values", "api", "engine", "text", "data", "stats", "models", "job_setup", "planning"},
+    "reports": {"values", "data", "stats"},
     "options": {"values"},
-    "cli": {"values", "api", "options", "job"},
+    "cli": {"values", "api", "options", "job", "reports", "planning"},
     "entry": {"cli"},
     "__main__": {"entry"},
 }
-VALUES = {"beam_params", "errors", "config", "interrupts", "params", "process", "request", "step", "units"}
+VALUES = {
+    "beam_params",
+    "errors",
+    "config",
+    "interrupts",
+    "params",
+    "process",
+    "request",
+    "step",
+    "units",
+    "user_state",
+}
 
-JOB = {"job", "job_setup", "resume", "run_log", "run_record"}
+JOB = {"job", "resume", "run_log", "run_record"}
 
 
 def area(module: str) -> str:

