@@ -160,6 +160,14 @@ class Machine:
     trust_remote_code: options.TrustRemoteCode = False
 
 
+class Planning:
+    """What a plan is told besides."""
+
+    width: options.PlanWidth = None
+    output_tokens: options.OutputTokens = None
+    json: options.PlanJson = False
+
+
 Command = Callable[..., None]
 
 
@@ -193,18 +201,78 @@ def beam(**given: Any) -> None:
     _exit_with(lambda: _run(given, search))
 
 
-def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
-    """Run the job that the options ask for; the exit code."""
+@app.command()
+@_taking(Rows, Planning, Limits, Sampling, Machine)
+def plan(**given: Any) -> None:
+    """Say what a run over INPUT would need and take, before any weights are loaded."""
+    _exit_with(lambda: _plan(given))
+
+
+def _plan(given: dict[str, Any]) -> int:
+    """Plan the job that the options ask for; the exit code."""
+    config = JobConfig(
+        input=_input_config(given),
+        prompt=_prompt_config(given),
+        engine=_engine_config(given),
+        overrides=_overrides(given),
+        beam=None if given["width"] is None else BeamParams(width=given["width"]),
+        command=tuple(sys.argv),
+    )
+    prepare_process()
+    from pagedgen.planning.command import run_plan
+
+    run_plan(config, getattr(sys.stdin, "buffer", None), given["output_tokens"], given["json"])
+    return 0
+
+
+def _input_config(given: dict[str, Any]) -> InputConfig:
     wanted = InputConfig(given["input"], given["dataset"], given["config"], given["split"])
     if wanted.is_empty:
         if _stdin_is_piped():
-            wanted = InputConfig("-")
-        elif sys.stdin is not None and sys.stdin.isatty():
-            typer.echo("no input given: running the bundled sample prompts", err=True)
-        else:
+            return InputConfig("-")
+        if sys.stdin is None or not sys.stdin.isatty():
             raise UsageError("there is no input; name a file, a folder or a dataset, or pipe the prompts in")
+        typer.echo("no input given: running the bundled sample prompts", err=True)
+    return wanted
+
+
+def _prompt_config(given: dict[str, Any]) -> PromptConfig:
+    return PromptConfig(
+        prompt_column=given["prompt_column"],
+        template=_read_template(given["template"]),
+        raw=given["raw"],
+        system=given["system"],
+        allow_special_tokens=given["allow_special_tokens"],
+    )
+
+
+def _overrides(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in SAMPLING if given.get(name) not in (None, [])}
+
+
+@app.command()
+def stats(
+    run: options.Runs = None,
+    as_json: options.AsJson = False,
+    html: options.Html = None,
+    watch: options.Watch = False,
+) -> None:
+    """Show where the memory and the time of a run went; of several runs, side by side."""
+
+    def show() -> int:
+        from pagedgen.reports.show import show_stats
+
+        with suppress(BrokenPipeError):  # whoever read it has read enough
+            show_stats(run or [], as_json=as_json, html=html, watch=watch)
+        return 0
+
+    _exit_with(show)
+
+
+def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
+    """Run the job that the options ask for; the exit code."""
     config = JobConfig(
-        input=wanted,
+        input=_input_config(given),
         output_path=given["output"],
         overwrite=given["overwrite"],
         keep=_parse_keep(given["keep"]),
@@ -213,15 +281,9 @@ def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
         retry=given["retry"] or (),
         max_errors=given["max_errors"],
         flush_every=given["flush_every"],
-        prompt=PromptConfig(
-            prompt_column=given["prompt_column"],
-            template=_read_template(given["template"]),
-            raw=given["raw"],
-            system=given["system"],
-            allow_special_tokens=given["allow_special_tokens"],
-        ),
+        prompt=_prompt_config(given),
         engine=_engine_config(given),
-        overrides={name: given[name] for name in SAMPLING if given.get(name) not in (None, [])},
+        overrides=_overrides(given),
         beam=beam,
         quiet=given["quiet"],
         command=tuple(sys.argv),

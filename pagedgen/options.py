@@ -12,6 +12,7 @@ from pagedgen.units import parse_bytes, parse_seconds
 
 ENGINE, SAMPLING, PROMPT, OUTPUT = "Engine", "Generation (a row's own columns win)", "Prompts", "Output"
 BEAM = "Beam search"
+PLAN = "Plan"
 
 
 def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
@@ -246,3 +247,29 @@ DiversityPenalty = Annotated[
         rich_help_panel=BEAM,
     ),
 ]
+PlanWidth = Annotated[int | None, _option("--width", "Plan a beam search of this width, as of `pagedgen beam`.", PLAN)]
+OutputTokens = Annotated[
+    float | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Mean length of completions to expect. Default: what earlier runs of the model on this machine had, else "
+        "the most that is allowed.",
+        rich_help_panel=PLAN,
+        show_default=False,
+    ),
+]
+PlanJson = Annotated[bool, _option("--json", "Print the plan as JSON.", PLAN)]
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="The output of a run, or its folder X.run; running, interrupted or finished. Default: the latest run.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.", show_default=False)]
+Html = Annotated[
+    Path | None, typer.Option(help="Write the report as one self-contained page into this file.", show_default=False)
+]
+Watch = Annotated[bool, typer.Option("--watch", help="Show a running job until it ends.", show_default=False)]

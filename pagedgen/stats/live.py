@@ -33,14 +33,14 @@ PLAIN_INTERVAL = 5.0
 def stderr_console() -> Console:
     """A console on stderr that sends control codes only to a terminal that knows them, whatever FORCE_COLOR says."""
     if sys.stderr is None:  # closed by whoever started the process
-        return _StderrConsole(file=io.StringIO())
+        return StreamConsole(file=io.StringIO())
     terminal = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return _StderrConsole(
+    return StreamConsole(
         stderr=True, force_terminal=terminal, force_interactive=terminal, force_jupyter=False, highlight=False
     )
 
 
-class _StderrConsole(Console):
+class StreamConsole(Console):
     """A console whose reader may go away: that raises BrokenPipeError, as other errors of writing raise OSError, where
     Rich would end the process."""
 
