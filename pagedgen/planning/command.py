@@ -8,8 +8,9 @@ from typing import BinaryIO
 from pagedgen.config import JobConfig
 from pagedgen.planning.machine_readable import as_json
 from pagedgen.planning.plan import make_plan
-from pagedgen.planning.report import print_plan, stdout_console
+from pagedgen.planning.report import print_plan
 from pagedgen.process import collector_paused
+from pagedgen.stats.live import stdout_console
 
 
 def run_plan(config: JobConfig, stdin: BinaryIO | None, output_tokens: float | None, wants_json: bool) -> None:

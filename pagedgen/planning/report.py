@@ -1,7 +1,5 @@
 """A plan as people read it."""
 
-import os
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
@@ -12,7 +10,6 @@ from rich.text import Text
 
 from pagedgen.planning.plan import Plan
 from pagedgen.stats.dashboard import ALARM, named, value
-from pagedgen.stats.live import StreamConsole
 from pagedgen.stats.text import Glyphs, flow, format_percent, format_rate, format_seconds, plural
 from pagedgen.units import format_bytes
 
@@ -24,12 +21,6 @@ _BAR_WIDTH = 24
 _BINS = 8
 
 Section = tuple[str, list[Text]]
-
-
-def stdout_console() -> Console:
-    """A console on stdout that sends control codes only to a terminal that knows them, whatever FORCE_COLOR says."""
-    terminal = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return StreamConsole(force_terminal=terminal, force_interactive=False, force_jupyter=False, highlight=False)
 
 
 def print_plan(console: Console, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from pagedgen.reports.comparison import comparison_lines
 from pagedgen.reports.find import find_run_folder, read_run
 from pagedgen.reports.report import RunReport, make_report
 from pagedgen.reports.terminal import report_lines
-from pagedgen.stats.live import StreamConsole
+from pagedgen.stats.live import stdout_console
 from pagedgen.stats.text import Glyphs, format_duration, format_percent, format_rate
 from pagedgen.units import format_bytes
 
@@ -46,12 +46,8 @@ def show_stats(names: Sequence[str], *, as_json: bool, html: Path | None, watch:
         values = [report.as_json() for report in reports]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2, default=str))
     elif html is None:
-        console = _console()
+        console = stdout_console()
         console.print(*_lines(reports, console), sep="\n", soft_wrap=True)
-
-
-def _console() -> Console:
-    return StreamConsole(file=sys.stdout, highlight=False)
 
 
 def _lines(reports: Sequence[RunReport], console: Console) -> list[Text]:
@@ -75,7 +71,7 @@ def _write_page(reports: Sequence[RunReport], path: Path) -> None:
 def _watch(folder: Path) -> None:
     """Show the run until it has ended or Ctrl-C comes, on a terminal as a picture, elsewhere a line every few seconds;
     then its report."""
-    console = _console()
+    console = stdout_console()
     report = make_report(read_run(folder))
     with suppress(KeyboardInterrupt):
         if console.is_terminal:
