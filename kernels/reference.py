@@ -290,3 +290,22 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 def _shift_right(z: Tensor, count: int) -> Tensor:
     """The logical shift of int64 seen as uint64: torch shifts the sign bit in."""
     return (z >> count) & ((1 << (64 - count)) - 1)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., N] -> int8 [..., N] from -127 to 127 and float32 scales [..., 1] with x = values * scale, as nearly as that
+    goes: symmetric, the largest magnitude of a row is 127. A row that holds NaN or infinity has a scale of NaN."""
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    inverse = torch.where((largest > 0) & largest.isfinite(), 127 / largest, torch.zeros_like(largest))
+    values = torch.nan_to_num(wide * inverse).round().to(torch.int8)
+    return values, torch.where(largest.isfinite(), largest / 127, torch.full_like(largest, torch.nan))
+
+
+def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] by a weight int8 [out, in] with float32 scales [out, 1], one for each output: the rows of x are
+    quantized as by `quantize_rows`, the products summed exactly. Gives x's dtype."""
+    values, row_scales = quantize_rows(x)
+    sums = (values.double() @ weight.double().T).float()
+    out = sums * (row_scales * scales.T)
+    return (out if bias is None else out + bias.float()).to(x.dtype)

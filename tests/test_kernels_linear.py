@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from pagedgen_kernels.cpu.linear import PackedLinear
+from pagedgen_kernels.cpu.linear import PackedLinear, tiles_fit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -26,7 +26,7 @@ def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool) -> None:
     assert layer(torch.randn(2, 3, 48).to(dtype)).shape == (2, 3, 40)
 
 
-@pytest.mark.skipif(not PackedLinear(torch.ones(2, 2)).packed, reason="torch has no oneDNN")
+@pytest.mark.skipif(PackedLinear(torch.ones(2, 2)).kind != "onednn", reason="torch has no oneDNN")
 def test_only_the_packed_weight_stays_alive() -> None:
     memory = np.random.default_rng(0).standard_normal((64, 64), np.float32)
     weight = torch.nn.Parameter(torch.from_numpy(memory))
@@ -45,5 +45,83 @@ def test_plain_where_onednn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     weight, x = torch.randn(8, 16), torch.randn(3, 16)
     layer = PackedLinear(weight)
-    assert not layer.packed
+    assert layer.kind == "plain"
     assert torch.equal(layer(x), torch.nn.functional.linear(x, weight))
+
+
+HAS_TILES = tiles_fit(torch.ones(32, 32, dtype=torch.bfloat16))
+needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="this CPU has no AMX, or there is no compiler")
+
+
+def bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@needs_tiles
+@pytest.mark.parametrize("columns", [1, 15, 32, 33, 100, 257])
+@pytest.mark.parametrize("inner", [32, 64, 576, 1536])
+def test_tiles_equal_the_product_in_float64(columns: int, inner: int) -> None:
+    """For numbers of rows around the sizes of tiles and blocks, rows apart in memory, with and without bias."""
+    weight, bias = bf16(columns, inner), bf16(columns, seed=1)
+    for offset in (None, bias):
+        layer = PackedLinear(weight.clone(), offset)
+        assert layer.kind == "tiles"
+        for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 100):
+            x = bf16(rows, inner + 8, seed=2)[:, 8:]
+            expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+            scale = x.double().abs() @ weight.double().abs().T + 1
+            error = (layer(x).double() - expected).abs()
+            # One rounding to bfloat16, and float32 sums.
+            assert (error <= expected.abs() * 2**-8 + scale * 2**-20).all()
+
+
+@needs_tiles
+@pytest.mark.parametrize("inner", [64, 4096])
+def test_a_row_s_result_is_the_same_bit_for_bit_whatever_the_other_rows(inner: int) -> None:
+    """With thousands of rows, which go in several chunks, and with any number of threads."""
+    layer = PackedLinear(bf16(200, inner))
+    x = bf16(1500, inner, seed=1)
+    whole = layer(x)
+    for first, last in ((0, 1), (3, 20), (40, 73), (1, 1500), (1499, 1500)):
+        assert torch.equal(layer(x[first:last]), whole[first:last])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(layer(x), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_tiles
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    layer = PackedLinear(bf16(64, 64))
+    x = bf16(37, 64, seed=1)
+    expected = layer(x)
+    x[5], x[36] = float("nan"), float("inf")
+    out = layer(x)
+    others = [row for row in range(37) if row not in (5, 36)]
+    assert torch.equal(out[others], expected[others])
+    assert out[5].isnan().all()
+    assert not out[36].isfinite().any()
+
+
+@needs_tiles
+def test_tiles_write_and_read_nothing_outside() -> None:
+    """The rows end where the memory does, and what lies beside the result stays."""
+    layer = PackedLinear(bf16(40, 64))
+    memory = torch.full((20, 64), float("nan"), dtype=torch.bfloat16)
+    memory[:17] = bf16(17, 64, seed=1)
+    assert layer(memory[:17]).isfinite().all()
+
+
+def test_inner_sizes_that_do_not_fill_the_tiles_go_another_way() -> None:
+    for inner in (1, 31, 33, 48):
+        assert PackedLinear(bf16(8, inner)).kind != "tiles"
+    assert PackedLinear(bf16(8, 64).float()).kind == "onednn"
+
+
+def test_without_the_compiled_kernels_onednn_computes_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedgen_kernels.cpu.linear.load", lambda: "there is no compiler")
+    layer = PackedLinear(bf16(8, 64))
+    assert layer.kind in ("onednn", "plain")
+    assert layer(bf16(3, 64)).shape == (3, 8)

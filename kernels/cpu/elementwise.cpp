@@ -43,7 +43,39 @@ void norm_row(const T* x, const T* weight, T* out, int width, float scale) {
   }
 }
 
+// A row in whole numbers from -127 to 127, and what they are to be multiplied by: the row's largest magnitude is 127.
+template <class T>
+float quantize_row(const T* x, int8_t* out, int width) {
+  vf largest{};
+  vf odd{};  // becomes NaN where x is NaN or infinite
+  for (int i = 0; i < width; i += VL) {
+    const vf v = load_part(x + i, std::min(VL, width - i));
+    largest = max(largest, max(v, -v));
+    odd += v * 0.f;
+  }
+  const float magnitude = max_lanes(largest), not_a_number = sum_lanes(odd);
+  const float inverse = magnitude > 0 && not_a_number == 0 ? 127.f / magnitude : 0.f;
+  const vf magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, to even at ties
+  for (int i = 0; i < width; i += VL) {
+    const int n = std::min(VL, width - i);
+    const vi whole = bit_cast<vi>(load_part(x + i, n) * inverse + magic) - bit_cast<vi>(magic);
+    for (int j = 0; j < n; ++j) out[i + j] = int8_t(whole[j]);
+  }
+  return not_a_number == 0 ? magnitude / 127.f : not_a_number;
+}
+
 }  // namespace
+
+PAGEDGEN_EXPORT void pg_quantize_rows(int type, const void* x, int64_t stride, int8_t* out, float* scales, int64_t rows,
+                                      int width, int threads) {
+  with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    parallel_for(rows, grain_rows(width), threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        scales[r] = quantize_row(static_cast<const T*>(x) + r * stride, out + r * width, width);
+    });
+  });
+}
 
 // residual and sum are null for the plain norm; x and residual may have a row stride.
 PAGEDGEN_EXPORT void pg_rms_norm(int type, const void* x, int64_t x_stride, const void* residual,

@@ -74,6 +74,26 @@ class RotaryArgs(ctypes.Structure):
     )
 
 
+class GemmArgs(ctypes.Structure):
+    """PgGemm of gemm.cpp, field for field."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("columns_scale", c_void_p),
+        ("rows_scale", c_void_p),
+        ("out", c_void_p),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        ("rows", c_int64),
+        ("columns", c_int32),
+        ("inner", c_int32),
+        ("bits", c_int32),
+        ("threads", c_int32),
+    )
+
+
 class Library:
     """The functions of the compiled kernels, with their argument types. Calls release the GIL."""
 
@@ -93,8 +113,14 @@ class Library:
             *(c_int, pointer, size, pointer, size, pointer, pointer, pointer),
             *(size, c_int, c_float, c_int),
         )
+        self.quantize_rows = self._function(
+            "pg_quantize_rows", c_int, pointer, size, pointer, pointer, size, c_int, c_int
+        )
         self.silu_mul = self._function("pg_silu_mul", c_int, pointer, size, pointer, size, c_int, c_int)
         self.rotary_write_kv = self._function("pg_rotary_write_kv", ctypes.POINTER(RotaryArgs))
+        self.gemm = self._function("pg_gemm", ctypes.POINTER(GemmArgs))
+        self.pack_panels = self._function("pg_pack_panels", pointer, size, size, c_int, pointer, c_int)
+        self.has_gemm = bool(self._library.pg_gemm_available())
         matrix = c_int, pointer, size, c_int, pointer
         self.greedy_argmax = self._function("pg_greedy_argmax", *matrix, size, pointer, c_int)
         self.gumbel_argmax = self._function("pg_gumbel_argmax", *matrix, size, *(pointer,) * 4, c_int)

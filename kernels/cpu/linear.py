@@ -1,49 +1,116 @@
-"""Linear layers with weights laid out once for oneDNN."""
+"""Linear layers with weights laid out once: for the tiles of AMX, or for oneDNN."""
 
 import torch
 
+from .library import GemmArgs, Library, load
+
 Tensor = torch.Tensor
+
+# The columns of a panel, and the bytes of the inner dimension that one step of a product takes.
+_PANEL, _STEP_BYTES = 32, 64
 
 
 class PackedLinear:
     """y = x @ weight.T + bias for x [..., in_features], for inference on a CPU.
 
-    weight: [out_features, in_features]; bias: [out_features] or None. oneDNN's own layout is chosen at construction and
-    only that copy is kept, so the caller frees the weight by dropping it. It is at least as fast as the plain layer
-    from 4 rows on and has no slow row counts; a row count seen for the first time costs about a millisecond for each
-    shape of layer, while oneDNN generates code for it. Dtypes that oneDNN does not handle on this CPU keep the plain
-    weight.
+    weight: [out_features, in_features]; bias: [out_features] or None. The layout is chosen at construction and only
+    that copy is kept, so the caller frees the weight by dropping it. kind: what computes it:
+
+    - "tiles": bfloat16 with the AMX instructions, by a kernel of our own. A row's result depends on that row alone, bit
+      for bit, however many there are.
+    - "onednn": bfloat16 and float16 where oneDNN has fast kernels for them, and float32. It is at least as fast as the
+      plain layer from 4 rows on and has no slow row counts; a row count seen for the first time costs about a
+      millisecond for each shape of layer, while oneDNN generates code for it.
+    - "plain": everything else.
     """
 
-    __slots__ = ("_bias", "_out_features", "_packed", "_weight")
+    __slots__ = ("_bias", "_in_features", "_out_features", "_weight", "kind")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._out_features = weight.shape[0]
+        self._out_features, self._in_features = weight.shape
         self._bias = None if bias is None else bias.detach()
-        self._packed = _can_pack(weight)
+        self.kind = _kind(weight)
         self._weight = weight.detach()
-        if self._packed:
+        if self.kind == "tiles":
+            self._weight = pack_panels(self._weight)
+            self._bias = None if bias is None else bias.detach().float().contiguous()
+        elif self.kind == "onednn":
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), None)
 
-    @property
-    def packed(self) -> bool:
-        """Whether oneDNN's layout is used; else the layer is a plain one."""
-        return self._packed
-
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._packed:
+        if self.kind == "plain" or (self.kind == "tiles" and x.dtype is not torch.bfloat16):
             return torch.nn.functional.linear(x, self._weight, self._bias)
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self._out_features)
+        if self.kind == "tiles":
+            rows = x.reshape(-1, self._in_features)
+            return self._tiles(rows if rows.stride(1) == 1 else rows.contiguous()).view(*x.shape[:-1], -1)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return out
 
+    def _tiles(self, x: Tensor) -> Tensor:
+        """x: [T, in_features], unit stride in its last dimension."""
+        library = load()
+        assert isinstance(library, Library)
+        out = x.new_empty(x.shape[0], self._out_features)
+        library.gemm(
+            GemmArgs(
+                x.data_ptr(),
+                self._weight.data_ptr(),
+                None if self._bias is None else self._bias.data_ptr(),
+                None,
+                None,
+                out.data_ptr(),
+                x.stride(0),
+                out.stride(0),
+                x.shape[0],
+                self._out_features,
+                self._in_features,
+                16,
+                torch.get_num_threads(),
+            )
+        )
+        return out
 
-def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """[out_features, in_features] of bfloat16 or int8 -> the panels that `pg_gemm` takes, as one row of numbers."""
+    library = load()
+    assert isinstance(library, Library)
+    weight = weight.contiguous()
+    columns, inner = weight.shape
+    panels = weight.new_empty(-(-columns // _PANEL) * _PANEL * inner)
+    library.pack_panels(
+        weight.data_ptr(), columns, inner, weight.element_size(), panels.data_ptr(), torch.get_num_threads()
+    )
+    return panels
+
+
+def tiles_fit(weight: Tensor) -> bool:
+    """Whether this CPU has the tiles, and the weight's inner dimension fills them."""
+    library = load()
+    return (
+        weight.device.type == "cpu"
+        and isinstance(library, Library)
+        and library.has_gemm
+        and weight.shape[1] > 0
+        and weight.shape[1] * weight.element_size() % _STEP_BYTES == 0
+    )
+
+
+def _kind(weight: Tensor) -> str:
+    if weight.device.type != "cpu":
+        return "plain"
+    if weight.dtype is torch.bfloat16 and tiles_fit(weight):
+        return "tiles"
+    return "onednn" if _onednn_can(weight.dtype) else "plain"
+
+
+def _onednn_can(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    if weight.dtype is torch.bfloat16:
+    if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if weight.dtype is torch.float16:
+    if dtype is torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return weight.dtype is torch.float32
+    return dtype is torch.float32

@@ -1,0 +1,171 @@
+"""Where the time of a decoding step goes, beside what the same matrix products and the same reads of memory take alone.
+
+A batch of sequences decodes in the engine; the calls of its model's layers, of the kernels and of the sampler are timed
+one by one. Then, in the same process: the matrix products of a step, each by itself on data that is warm, and a plain
+read of as many bytes as the step reads of keys and values. Their sum is the least that a step can take here.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.common import print_table, write_results
+from pagedgen.process import prepare_process
+
+if TYPE_CHECKING:
+    from pagedgen import Engine
+
+KERNELS = (
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "rotary_write_kv",
+    "write_kv",
+    "paged_attention",
+    "greedy_argmax",
+)
+LINEARS = ("qkv", "output", "gate_up", "down")
+
+
+class Timers:
+    """Seconds by name, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*arguments, **options)
+            self._seconds[name] += time.perf_counter() - started
+            return result
+
+        return timed
+
+    def take(self) -> dict[str, float]:
+        taken = dict(self._seconds)
+        self._seconds.clear()
+        return taken
+
+
+def instrument(engine: "Engine") -> Timers:
+    """Time the calls of a native model's layers and of the kernels."""
+    from dataclasses import fields, replace
+
+    timers, model, runner = Timers(), engine.model, engine.runner
+    attention = runner.attention
+    wrapped = SimpleNamespace(**{name: getattr(attention.kernels, name) for name in dir(attention.kernels)})
+    for name in KERNELS:
+        setattr(wrapped, name, timers.wrap(name, getattr(attention.kernels, name)))
+    kernels: ModuleType = wrapped  # type: ignore[assignment]
+    runner.attention = replace(attention, kernels=kernels)
+    runner.sampler.kernels = kernels
+    layers: Any = model
+    layers._layers = tuple(
+        replace(
+            layer,
+            **{f.name: timers.wrap(f.name, getattr(layer, f.name)) for f in fields(layer) if f.name in LINEARS},
+        )
+        for layer in layers._layers
+    )
+    layers._head = timers.wrap("head", layers._head)
+    return timers
+
+
+def measure(engine: "Engine", sequences: int, prompt: int, output: int) -> tuple[dict[str, float], float, float]:
+    """(milliseconds of each part, of the whole step, KV tokens read): medians over the middle steps, all sequences
+    decoding."""
+    from pagedgen import Request, SamplingParams
+
+    steps: list[tuple[Any, dict[str, float]]] = []
+    timers = instrument(engine)
+    engine._on_step = lambda sample: steps.append((sample, timers.take()))
+    ids = np.random.default_rng(0).integers(0, engine.spec.vocab_size, (sequences, prompt)).tolist()
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    requests = [Request(i, str(i), prompt_token_ids=tuple(row), params=params) for i, row in enumerate(ids)]
+    for _ in engine.generate(requests):
+        pass
+    decoding = [(s, parts) for s, parts in steps if s.computed_tokens == s.running == sequences]
+    middle = decoding[len(decoding) // 4 : -max(1, len(decoding) // 4)]
+    names = sorted({name for _, parts in middle for name in parts})
+    parts = {name: 1e3 * statistics.median(p.get(name, 0.0) for _, p in middle) for name in names}
+    parts |= {
+        name: 1e3 * statistics.median(getattr(s, f"{name}_s") for s, _ in middle)
+        for name in ("schedule", "build", "update")
+    }
+    whole = 1e3 * statistics.median(s.end - s.start for s, _ in middle)
+    return parts, whole, statistics.median(s.held_tokens for s, _ in middle)
+
+
+def alone(engine: "Engine", sequences: int, kv_bytes: float) -> dict[str, float]:
+    """Milliseconds of the step's matrix products, each alone, and of reading `kv_bytes`, medians."""
+    import torch
+
+    def best(call: Callable[[], object], repeats: int) -> float:
+        for _ in range(3):
+            call()
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return 1e3 * statistics.median(times)
+
+    model: Any = engine.model
+    layer, count = model._layers[0], len(model._layers)
+    hidden, dtype = model._embedding.shape[1], engine.spec.dtype
+    found: dict[str, float] = {}
+    with torch.inference_mode():
+        narrow = torch.randn(sequences, hidden, dtype=dtype)
+        gated = layer.gate_up(narrow)
+        wide = torch.randn(sequences, gated.shape[1] // 2, dtype=dtype)
+        heads = torch.randn(sequences, model._num_heads * model._head_dim, dtype=dtype)
+        for name, x in (("qkv", narrow), ("output", heads), ("gate_up", narrow), ("down", wide)):
+            linears = [getattr(each, name) for each in model._layers]  # each weight is read anew, as in a step
+            found[name] = best(lambda linears=linears, x=x: [linear(x) for linear in linears], 20)  # type: ignore[misc]
+        found["head"] = best(lambda: model._head(narrow), 20)
+        memory = torch.ones(int(kv_bytes) // 8, dtype=torch.int64)
+        found["reading KV"] = best(memory.sum, 10)
+    assert count == len(model._layers)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a Hub id, a folder or a .gguf file of the Llama family; else the default")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    arguments = parser.parse_args()
+    prepare_process()
+    from pagedgen import Engine, EngineConfig
+
+    engine = Engine(
+        EngineConfig(model=arguments.model, dtype=arguments.dtype, kv_memory=2 << 30, max_seqs=arguments.sequences)
+    )
+    limits = alone(engine, arguments.sequences, 0)
+    parts, whole, held = measure(engine, arguments.sequences, arguments.prompt, arguments.output)
+    kv_bytes = held * engine.kv_bytes / engine.blocks.num_blocks / engine.blocks.block_size
+    limits |= {"reading KV": alone(engine, arguments.sequences, kv_bytes)["reading KV"]}
+    parts["other"] = whole - sum(parts.values())
+    rows = [
+        (name, ms, f"{ms / whole:.1%}", limits.get("reading KV" if name == "paged_attention" else name, "-"))
+        for name, ms in sorted(parts.items(), key=lambda part: -part[1])
+    ]
+    least = sum(limits.values())
+    rows.append(("whole step", whole, "100%", least))
+    title = f"{arguments.sequences} sequences decode, {held / arguments.sequences:.0f} tokens each, {arguments.dtype}"
+    print_table(title, ("part", "ms", "share", "alone, ms"), rows)
+    print(f"{least / whole:.0%} of the roofline; {1e3 * arguments.sequences / whole:.0f} tokens/s in such steps")
+    write_results("step", {"parts_ms": parts, "alone_ms": limits, "whole_ms": whole, "held_tokens": held})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+// AMX: matrix products of 32 rows by 32 columns, accumulated in eight tile registers of 16 rows by 64 bytes.
+#pragma once
+#include "vec.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && \
+    defined(__linux__)
+#define PAGEDGEN_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace pagedgen {
+
+constexpr int TILE_ROWS = 16;    // of a register
+constexpr int TILE_BYTES = 64;   // of one of its rows
+constexpr int BLOCK = 32;        // rows and columns of a block: two tiles by two
+constexpr int PANEL_STEP = 2048; // bytes of a panel of 32 columns for each step along the inner dimension: two tiles
+
+// The kernel gives the large registers only to processes that ask; it says no where it knows nothing of them.
+inline bool request_tiles() {
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return granted;
+}
+
+// While it lives, the thread's tile registers are set up, all eight alike.
+class TileScope {
+ public:
+  TileScope() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } layout;
+    for (int i = 0; i < 8; ++i) layout.row_bytes[i] = TILE_BYTES, layout.rows[i] = TILE_ROWS;
+    _tile_loadconfig(&layout);
+  }
+  ~TileScope() { _tile_release(); }
+  TileScope(const TileScope&) = delete;
+};
+
+// sums[32][32] = a[32][steps] * panel[steps][32], where a step is 64 bytes of each row: 32 numbers of bfloat16 with sums
+// in float32, or 64 of int8 with sums in int32. a's rows are `stride` bytes apart. With HALF only the first 16 rows.
+// meanwhile(k) is called in each step: other work that the processor does beside the products.
+template <class T, bool HALF, class Meanwhile>
+INLINE void multiply_block(const char* a, int64_t stride, const char* panel, int steps, void* sums,
+                           const Meanwhile& meanwhile) {
+  static_assert(sizeof(T) <= 2, "bf16 or int8");
+  constexpr bool WIDE = sizeof(T) == 2;
+  _tile_zero(0);
+  _tile_zero(1);
+  if (!HALF) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < steps; ++k) {
+    _tile_loadd(6, panel + k * PANEL_STEP, TILE_BYTES);
+    _tile_loadd(4, a + k * TILE_BYTES, stride);
+    _tile_loadd(7, panel + k * PANEL_STEP + PANEL_STEP / 2, TILE_BYTES);
+    if (WIDE) {
+      _tile_dpbf16ps(0, 4, 6);
+      if (!HALF) _tile_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
+      _tile_dpbf16ps(1, 4, 7);
+      meanwhile(k);
+      if (!HALF) {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    } else {
+      _tile_dpbssd(0, 4, 6);
+      if (!HALF) _tile_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
+      _tile_dpbssd(1, 4, 7);
+      meanwhile(k);
+      if (!HALF) {
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+      }
+    }
+  }
+  char* out = static_cast<char*>(sums);
+  constexpr int ROW = BLOCK * 4;
+  _tile_stored(0, out, ROW);
+  _tile_stored(1, out + TILE_BYTES, ROW);
+  if (!HALF) {
+    _tile_stored(2, out + TILE_ROWS * ROW, ROW);
+    _tile_stored(3, out + TILE_ROWS * ROW + TILE_BYTES, ROW);
+  }
+}
+
+}  // namespace pagedgen
+#endif
