@@ -272,6 +272,11 @@ def test_a_later_process_adds_to_what_an_earlier_one_recorded(tmp_path):
 
 def test_sequences_that_run_count_as_the_mean_of_those_that_have_finished():
     recorder = Recorder(info(16, 10), "a", began=0.0)
+    recorder.add_step(sample(0.0, 1.0, sequences=one(0, 29)))
+    found = recorder.recording({}, {})
+    assert found.column("reserved_oracle").tolist() == [30], "as long as it is, while none has finished"
+    assert found.column("reserved_max").tolist() == [MAX_MODEL_LEN]
+    recorder = Recorder(info(16, 10), "a", began=0.0)
     recorder.add_step(sample(0.0, 1.0, sequences=one(0, 29), finished_rows=(0,)))
     recorder.add_step(sample(1.0, 3.0, sequences=one(1, 3)))
     assert recorder.recording({}, {}).column("reserved_oracle").tolist() == [30, 30]

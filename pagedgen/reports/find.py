@@ -1,13 +1,17 @@
 """Which run is meant, and what there is of it."""
 
 import os
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pagedgen.data.discover import RUN_FOLDER_SUFFIX
-from pagedgen.data.layout import RECORDING_NAME
+from pagedgen.data.layout import PARTS_NAME, RECORDING_NAME
 from pagedgen.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.stats.recording import Recording, read_recording
@@ -41,12 +45,17 @@ def find_run_folder(name: str | None) -> Path:
         if not found:
             raise UsageError("there is no run to report on here; name one: its output, or its folder X.run")
         return max(found, key=lambda path: (path / MANIFEST_NAME).stat().st_mtime)
+    if not name.strip():
+        raise UsageError("the name of a run is empty; name its output, or its folder X.run")
     path = Path(os.path.expanduser(name))
     for folder in (path, Path(f"{path}{RUN_FOLDER_SUFFIX}")):
         if (folder / MANIFEST_NAME).is_file():
             return folder
     if not path.exists():
         raise UsageError(f"{name}: there is no such run; name its output, or its folder X.run")
+    for folder in (path, Path(f"{path}{RUN_FOLDER_SUFFIX}")):
+        if folder.is_dir() and folder.name.endswith(RUN_FOLDER_SUFFIX):
+            raise UsageError(f"{folder} has no {MANIFEST_NAME}, so nothing is known of its run; run the job again")
     found = _runs_in(path) if path.is_dir() else []
     if len(found) == 1:
         return found[0]
@@ -69,6 +78,23 @@ def read_run(folder: Path) -> Run:
         )
     recording = read_recording(folder / RECORDING_NAME)
     return Run(folder, manifest, recording, manifest.status == "running" and _is_alive(folder, manifest.process))
+
+
+def rows_on_disk(run: Run) -> tuple[int, dict[str, int]]:
+    """(rows, completions by status) in the finished parts of a run, and in what it merged before."""
+    output = run.folder.with_name(run.folder.name.removesuffix(RUN_FOLDER_SUFFIX))
+    parts = [*(run.folder / PARTS_NAME).glob("part-*.parquet"), *output.glob("part-*.parquet")]
+    if run.manifest.merged and output.suffix == ".parquet":
+        parts.append(output)
+    tables = []
+    for path in parts:
+        with suppress(OSError, pa.ArrowException):  # damaged: it will be made anew
+            tables.append(pq.read_table(path, columns=["row", "status"]))
+    if not tables:
+        return 0, {}
+    table = pa.concat_tables(tables)
+    counts = Counter(table["status"].to_pylist())
+    return len(set(table["row"].to_pylist())), dict(counts)
 
 
 def _is_alive(folder: Path, process: int) -> bool:

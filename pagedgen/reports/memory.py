@@ -10,7 +10,7 @@ class Owner:
     """owner: weights, KV, activations, logits, other, process or device. bytes: at its most. how: how it is known."""
 
     owner: str
-    bytes: float
+    bytes: int
     how: str
 
 
@@ -23,16 +23,16 @@ def owners(r: Recording) -> tuple[Owner, ...]:
         last = r.column("session") == r.column("session").max()
     share = r.column("peak_step_tokens")[last].max() / info.max_batch_tokens if info.max_batch_tokens else 0.0
     rows = r.column("peak_step_rows")[last].max()
-    touched = float(r.column("touched_blocks")[last].max() * r.sessions[-1].bytes_per_block)
-    process, device = (float(r.column(name)[last].max()) for name in ("process_bytes", "device_bytes"))
+    touched = int(r.column("touched_blocks")[last].max()) * r.sessions[-1].bytes_per_block
+    process, device = (int(r.column(name)[last].max()) for name in ("process_bytes", "device_bytes"))
     whole = process if on_cpu else device
     known = (
-        Owner("weights", float(info.weight_bytes), "as loaded"),
-        Owner("KV", touched if on_cpu else float(info.kv_bytes), "blocks touched" if on_cpu else "the whole pool"),
-        Owner("activations", info.activation_bytes * min(share, 1.0), "measured, for the largest step"),
-        Owner("logits", min(3.0 * 4 * info.vocab_size * rows, info.logits_bytes), "computed, for the largest step"),
+        Owner("weights", info.weight_bytes, "as loaded"),
+        Owner("KV", touched if on_cpu else info.kv_bytes, "blocks touched" if on_cpu else "the whole pool"),
+        Owner("activations", round(info.activation_bytes * min(share, 1.0)), "measured, for the largest step"),
+        Owner("logits", min(3 * 4 * info.vocab_size * int(rows), info.logits_bytes), "computed, for the largest step"),
     )
-    other = max(whole - sum(owner.bytes for owner in known), 0.0)
+    other = max(whole - sum(owner.bytes for owner in known), 0)
     return (
         *known,
         Owner("other", other, "the rest: Python, libraries, rows" if on_cpu else "the rest of torch's memory"),

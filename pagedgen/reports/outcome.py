@@ -1,12 +1,12 @@
 """What was planned for a run beside what came of it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pagedgen.data.layout import PLAN_NAME
 from pagedgen.data.manifest import Manifest
 from pagedgen.stats.recording import Recording
+from pagedgen.user_state import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,8 @@ class PlanLine:
 
 def compare_plan(folder: Path, r: Recording, manifest: Manifest) -> tuple[PlanLine, ...]:
     """The lines of the plan that the run folder holds; none when nothing was planned."""
-    try:
-        planned = json.loads((folder / PLAN_NAME).read_text("utf-8"))
-    except (OSError, ValueError):
+    planned = read_json(folder / PLAN_NAME)
+    if planned is None:
         return ()
     per_block = r.by_session("bytes_per_block")
     measured = {

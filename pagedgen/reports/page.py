@@ -56,6 +56,10 @@ class Figure:
     detail: str = ""
 
 
+# Tells a report from other files.
+MARK = '<meta name="generator" content="pagedgen stats">'
+
+
 def html_page(reports: Sequence[RunReport]) -> str:
     """The page of one run, or of several side by side."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 
-from pagedgen.reports.find import Run
+from pagedgen.data.manifest import Manifest
+from pagedgen.reports.find import Run, rows_on_disk
 from pagedgen.reports.memory import Owner, owners
 from pagedgen.reports.outcome import PlanLine, compare_plan
 from pagedgen.stats.baselines import POLICIES
@@ -60,11 +62,11 @@ class Pool:
     blocks: int
     block_size: int
     bytes_per_token: int
-    peak_bytes: float
-    mean_bytes: float
+    peak_bytes: int
+    mean_bytes: int
     peak_share: float
     mean_share: float
-    mean_cached_bytes: float
+    mean_cached_bytes: int
     waste: float | None
     peak_running: int
     mean_running: float | None
@@ -83,10 +85,10 @@ class Allocation:
 
     policy: str
     tokens_per_sequence: float
-    mean_bytes: float
-    peak_bytes: float
+    mean_bytes: int
+    peak_bytes: int
     utilisation: float
-    sequences_that_fit: float
+    sequences_that_fit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Sharing:
     by_prefixes: float | None
     prefix_hits: float | None
     cached_prompt_tokens: int
-    peak_bytes_without: float
+    peak_bytes_without: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def _head(run: Run) -> RunHead:
         started=manifest.started,
         finished=manifest.finished,
         processes=max(len(sessions), 1),
-        elapsed_s=recording.elapsed_s if recording is not None else 0.0,
+        elapsed_s=recording.elapsed_s if recording is not None else _seconds(manifest),
         generating_s=recording.generating_s if recording is not None else 0.0,
         phases_s=phases,
         device=info.device if info else "",
@@ -205,17 +207,29 @@ def _head(run: Run) -> RunHead:
     )
 
 
+def _seconds(manifest: Manifest) -> float:
+    """From a run's beginning to its end, where nothing else tells."""
+    if manifest.finished is None:
+        return 0.0
+    began, ended = (datetime.fromisoformat(text) for text in (manifest.started, manifest.finished))
+    return (ended - began).total_seconds()
+
+
 def _rows(run: Run) -> Rows:
+    """Of a run whose process died, what is on the disk: what else it had finished is lost."""
     summary = run.recording.summary if run.recording is not None else {}
     manifest = run.manifest
     done = manifest.rows if manifest.rows is not None else summary.get("rows_done", 0)
     exact = manifest.rows if manifest.rows is not None else summary.get("rows_total")
+    statuses = manifest.statuses or summary.get("completions_by_status", {})
+    if run.status == "killed":
+        done, statuses = rows_on_disk(run)
     return Rows(
         done=done,
         total=exact if exact is not None else summary.get("rows_total_estimate"),
         total_is_exact=exact is not None,
         eta_s=summary.get("eta_s") if run.is_running else None,
-        statuses=manifest.statuses or summary.get("completions_by_status", {}),
+        statuses=statuses,
         finish_reasons=summary.get("finish_reasons", {}),
         errors=tuple(summary.get("errors", ())),
     )
@@ -250,11 +264,11 @@ def _pool(r: Recording) -> Pool:
         blocks=info.kv_blocks,
         block_size=info.block_size,
         bytes_per_token=r.sessions[-1].bytes_per_block // info.block_size,
-        peak_bytes=float(peak.max()),
-        mean_bytes=_mean(r, "live_blocks", per_block),
+        peak_bytes=int(peak.max()),
+        mean_bytes=round(_mean(r, "live_blocks", per_block)),
         peak_share=float((peak / pool).max()),
         mean_share=_mean(r, "live_blocks", per_block / pool),
-        mean_cached_bytes=_mean(r, "cached_blocks", per_block),
+        mean_cached_bytes=round(_mean(r, "cached_blocks", per_block)),
         waste=r.mean("waste"),
         peak_running=int(r.column("peak_running").max()),
         mean_running=r.mean("running"),
@@ -272,7 +286,7 @@ def _allocations(r: Recording) -> tuple[Allocation, ...]:
     size, per_block = r.by_session("block_size"), r.by_session("bytes_per_block")
     per_token, pool_tokens = per_block / size, r.by_session("kv_bytes") / (per_block / size)
 
-    def allocation(policy: str, column: str, scale: Any, held: str, peak: float | None = None) -> Allocation | None:
+    def allocation(policy: str, column: str, scale: Any, held: str, peak: int | None = None) -> Allocation | None:
         tokens = _mean(r, column, scale)
         if not tokens:
             return None
@@ -280,14 +294,14 @@ def _allocations(r: Recording) -> tuple[Allocation, ...]:
         return Allocation(
             policy=policy,
             tokens_per_sequence=each,
-            mean_bytes=_mean(r, column, scale * per_token),
-            peak_bytes=float((r.column(column) * scale * per_token).max()) if peak is None else peak,
+            mean_bytes=round(_mean(r, column, scale * per_token)),
+            peak_bytes=round(float((r.column(column) * scale * per_token).max())) if peak is None else peak,
             utilisation=_mean(r, held) / tokens,
-            sequences_that_fit=float(pool_tokens[-1]) / each,
+            sequences_that_fit=int(float(pool_tokens[-1]) / each),
         )
 
     ones = np.ones(len(size))
-    peak = float((r.column("peak_live_blocks") * per_block).max())
+    peak = int((r.column("peak_live_blocks") * per_block).max())
     found = [allocation("paged", "live_blocks", size, "filled_tokens", peak)]
     found += [allocation(policy, f"reserved_{policy}", ones, "held_tokens") for policy in reversed(POLICIES)]
     return tuple(item for item in found if item is not None)
@@ -302,7 +316,7 @@ def _sharing(r: Recording) -> Sharing:
         by_prefixes=saved - within if saved is not None and within is not None else None,
         prefix_hits=cached / (prompt + cached) if prompt + cached else None,
         cached_prompt_tokens=int(cached),
-        peak_bytes_without=float((r.column("peak_logical_blocks") * r.by_session("bytes_per_block")).max()),
+        peak_bytes_without=int((r.column("peak_logical_blocks") * r.by_session("bytes_per_block")).max()),
     )
 
 

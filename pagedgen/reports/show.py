@@ -1,10 +1,12 @@
 """`pagedgen stats`: find the runs, and show them in the form that is asked for."""
 
 import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -50,18 +52,21 @@ def show_stats(names: Sequence[str], *, as_json: bool, html: Path | None, watch:
         console.print(*_lines(reports, console), sep="\n", soft_wrap=True)
 
 
-def _lines(reports: Sequence[RunReport], console: Console) -> list[Text]:
+def _lines(reports: Sequence[RunReport], console: Console, height: int | None = None) -> list[Text]:
     glyphs = Glyphs.of(console)
     if len(reports) == 1:
-        return report_lines(reports[0], console.width, glyphs)
+        return report_lines(reports[0], console.width, glyphs, height)
     return comparison_lines(reports, console.width, glyphs)
 
 
 def _write_page(reports: Sequence[RunReport], path: Path) -> None:
-    from pagedgen.reports.page import html_page  # matplotlib is imported only when there is something to draw
+    from pagedgen.reports.page import MARK, html_page  # matplotlib is imported only when there is something to draw
 
-    page = html_page(reports)
     try:
+        if os.path.lexists(path) and (not path.is_file() or MARK.encode() not in path.read_bytes()[:4096]):
+            raise UsageError(f"--html {path} exists and is no report of pagedgen; name another file, like report.html")
+        page = html_page(reports)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, "utf-8")
     except OSError as error:
         raise write_error(path, error, "or choose another --html") from error
@@ -73,11 +78,11 @@ def _watch(folder: Path) -> None:
     then its report."""
     console = stdout_console()
     report = make_report(read_run(folder))
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), _interruptible():
         if console.is_terminal:
             with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
                 while report.head.status == "running":
-                    live.update(Group(*_lines([report], console)), refresh=True)
+                    live.update(Group(*_lines([report], console, console.height - 1)), refresh=True)
                     time.sleep(WATCH_INTERVAL)
                     report = _again(folder, report)
         else:
@@ -86,6 +91,16 @@ def _watch(folder: Path) -> None:
                 time.sleep(PLAIN_INTERVAL)
                 report = _again(folder, report)
     console.print(*_lines([report], console), sep="\n", soft_wrap=True)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt meanwhile, so that the terminal's cursor comes back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _again(folder: Path, report: RunReport) -> RunReport:

@@ -31,37 +31,61 @@ MAX_ERROR_LINES = 2
 SERIES_LABEL, SERIES_FIGURE = 10, 18
 # What stands beside a bar of the memory: its owner, the bytes, how they are known.
 MEMORY_TEXT = 56
+# Narrower than this, tables become lines of text.
+TABLE_WIDTH = 69
+# What is left out first where there is not room for all.
+DISPENSABLE = ("plan", "memory", "time", "phases", "steps", "waste", "sharing", "timeline")
 Section = tuple[str, list[Text]]
 
 
-def report_lines(report: RunReport, width: int, glyphs: Glyphs) -> list[Text]:
-    """The report of one run in lines of at most `width` cells, but for its output's path, which is never cut."""
+def report_lines(report: RunReport, width: int, glyphs: Glyphs, height: int | None = None) -> list[Text]:
+    """The report of one run in lines of at most `width` cells, but for its output's path, which is never cut. With a
+    height, as much of it as fits, what changes most while a run goes on before the rest."""
     width = max(min(width, MAX_WIDTH), 40)
     inside = width - LABEL_WIDTH
-    sections = [("rows", _rows(report)), ("tokens", _tokens(report)), ("time", _times(report))]
-    flowed: list[Section] = [
-        (label, flow(items, inside, glyphs.separator, glyphs.ellipsis)) for label, items in sections
-    ]
-    flowed[0][1].extend(_errors(report, inside, glyphs))
-    if report.pool is not None and report.sharing is not None and report.recording is not None:
-        pool = flow(_pool(report.pool), inside, glyphs.separator, glyphs.ellipsis)
-        flowed += [
-            ("KV pool", pool),
-            ("waste", _allocations(report, inside)),
-            ("sharing", flow(_sharing(report.sharing), inside, glyphs.separator, glyphs.ellipsis)),
-            ("phases", _phases(report)),
-            ("steps", flow(_steps(report), inside, glyphs.separator, glyphs.ellipsis)),
-            ("memory", _memory(report, inside, glyphs)),
-            ("timeline", _timeline(report.recording, inside, glyphs)),
-            ("plan", _plan(report)),
-        ]
-    else:
-        flowed.append(("steps", [Text("nothing has been recorded: no step has come to an end yet", "dim")]))
-    lines = _head(report, glyphs)
-    for label, content in flowed:
-        if content:
-            lines += [Text(), *_labelled(label, content)]
+    sections = {label: content for label, content in _sections(report, inside, glyphs) if content}
+    head = _head(report, glyphs)
+    if height is not None:
+        for label in DISPENSABLE:
+            if len(head) + sum(len(content) + 1 for content in sections.values()) > height:
+                sections.pop(label, None)
+    lines = head
+    for label, content in sections.items():
+        lines += [Text(), *_labelled(label, content)]
     return [line if i == 0 else fit(line, width, glyphs.ellipsis) for i, line in enumerate(lines)]
+
+
+def _sections(report: RunReport, inside: int, glyphs: Glyphs) -> list[Section]:
+    def flowed(items: list[Text]) -> list[Text]:
+        return flow(items, inside, glyphs.separator, glyphs.ellipsis)
+
+    first = [
+        ("rows", flowed(_rows(report)) + _errors(report, inside, glyphs)),
+        ("tokens", flowed(_tokens(report))),
+        ("time", flowed(_times(report))),
+    ]
+    if report.pool is None or report.sharing is None or report.recording is None:
+        return [*first, ("steps", [Text(line, "dim") for line in textwrap.wrap(why_nothing(report), inside)])]
+    return [
+        *first,
+        ("KV pool", flowed(_pool(report.pool))),
+        ("waste", _allocations(report, inside, glyphs)),
+        ("sharing", flowed(_sharing(report.sharing))),
+        ("phases", _phases(report, inside, glyphs)),
+        ("steps", flowed(_steps(report))),
+        ("memory", _memory(report, inside, glyphs)),
+        ("timeline", _timeline(report.recording, inside, glyphs)),
+        ("plan", _plan(report, inside)),
+    ]
+
+
+def why_nothing(report: RunReport) -> str:
+    """Why a report has no recording to speak of."""
+    if report.recording is None and report.head.status != "running":
+        return "timeline.parquet is missing or damaged, so it is not known where memory and time went"
+    if report.head.status == "running":
+        return "nothing has been recorded: no step has come to an end yet"
+    return "nothing has been recorded: no step was run"
 
 
 def _labelled(label: str, lines: list[Text]) -> list[Text]:
@@ -78,8 +102,9 @@ def _head(report: RunReport, glyphs: Glyphs) -> list[Text]:
     first = Text.assemble((head.output, "bold"), glyphs.separator, (head.status, f"bold {style}"))
     processes = f", in {head.processes} processes" if head.processes > 1 else ""
     started = head.started[:16].replace("T", " ")
+    kernels = f"{head.kernels} kernels" if head.kernels else ""
     second = glyphs.separator.join(
-        part for part in (head.model, f"{head.device} {head.dtype}".strip(), f"{head.kernels} kernels") if part
+        part for part in (head.model, f"{head.device} {head.dtype}".strip(), kernels) if part
     )
     third = f"{started} UTC{glyphs.separator}took {format_duration(head.elapsed_s)}{processes}"
     return [first, Text(second, "dim"), Text(third, "dim")]
@@ -145,16 +170,21 @@ def _pool(pool: Pool) -> list[Text]:
     ]
 
 
-def _allocations(report: RunReport, width: int) -> list[Text]:
+def _allocations(report: RunReport, width: int, glyphs: Glyphs) -> list[Text]:
     """The table of allocations, and what it says in words."""
     pool = report.pool
     assert pool is not None
     lines = [Text.assemble((format_percent(pool.waste, 1), "bold"), " of what was allocated held no token (mean)")]
     if not report.allocations:
         return lines
-    header = f"{'allocation':<11}{'a sequence':>14}{'held (mean)':>13}{'at peak':>10}{'used':>8}{'fit in pool':>13}"
-    lines += [Text(), Text(header, "dim")]
-    lines += [_allocation(item) for item in report.allocations]
+    if width >= TABLE_WIDTH:
+        header = f"{'allocation':<11}{'a sequence':>14}{'held (mean)':>13}{'at peak':>10}{'used':>8}{'fit in pool':>13}"
+        lines += [Text(), Text(header, "dim")]
+        lines += [_allocation(item) for item in report.allocations]
+    else:
+        lines.append(Text())
+        for item in report.allocations:
+            lines += flow(_in_words(item), width, glyphs.separator, glyphs.ellipsis)
     by_policy = {item.policy: item for item in report.allocations}
     if "max" in by_policy and "paged" in by_policy:
         sentence = contiguous_sentence(by_policy, pool)
@@ -168,18 +198,24 @@ def contiguous_sentence(by_policy: dict[str, Allocation], pool: Pool) -> str:
     least = ""
     if best is not None:
         least = (
-            f", and {format_bytes(best.peak_bytes)} or {_count(best.sequences_that_fit)} if all lengths were known in "
-            "advance"
+            f", and {format_bytes(best.peak_bytes)} or {best.sequences_that_fit:,} if all lengths were known in advance"
         )
+    fit = worst.sequences_that_fit
     return (
         f"The same run under contiguous allocation: {format_bytes(worst.peak_bytes)} at its peak instead of "
-        f"{format_bytes(pool.peak_bytes)}, or {_count(worst.sequences_that_fit)} sequences at a time in this pool "
-        f"instead of {_count(by_policy['paged'].sequences_that_fit)}{least}."
+        f"{format_bytes(pool.peak_bytes)}, or {fit or 'no'} {plural(fit, 'sequence')} at a time in this pool "
+        f"instead of {by_policy['paged'].sequences_that_fit:,}{least}."
     )
 
 
-def _count(number: float) -> str:
-    return f"{int(number):,}"
+def _in_words(item: Allocation) -> list[Text]:
+    return [
+        named(item.policy, f"{item.tokens_per_sequence:,.0f} tokens a sequence"),
+        value(format_bytes(item.mean_bytes), "held"),
+        value(format_bytes(item.peak_bytes), "at peak"),
+        value(format_percent(item.utilisation, 1), "used"),
+        value(f"{item.sequences_that_fit:,}", "fit in the pool"),
+    ]
 
 
 def _allocation(item: Allocation) -> Text:
@@ -187,7 +223,7 @@ def _allocation(item: Allocation) -> Text:
     return Text(
         f"{item.policy:<11}{item.tokens_per_sequence:>7,.0f} tokens{format_bytes(item.mean_bytes):>13}"
         f"{format_bytes(item.peak_bytes):>10}{format_percent(item.utilisation, 1):>8}"
-        f"{_count(item.sequences_that_fit):>13}",
+        f"{item.sequences_that_fit:>13,}",
         style,
     )
 
@@ -209,16 +245,18 @@ _PHASES = {
 }
 
 
-def _phases(report: RunReport) -> list[Text]:
-    return [
-        Text.assemble(
-            f"{_PHASES[phase.name]:<21}",
-            (f"{format_percent(phase.share):>5}", "bold"),
-            f"{format_seconds(phase.seconds):>9}   in {format_rate(phase.prompt_tokens_per_s):>6}"
-            f"   out {format_rate(phase.output_tokens_per_s):>6} tok/s",
-        )
-        for phase in report.phases
-    ]
+def _phases(report: RunReport, width: int, glyphs: Glyphs) -> list[Text]:
+    lines: list[Text] = []
+    for phase in report.phases:
+        prompts, outputs = format_rate(phase.prompt_tokens_per_s), format_rate(phase.output_tokens_per_s)
+        share, seconds = format_percent(phase.share), format_seconds(phase.seconds)
+        if width >= TABLE_WIDTH:
+            rates = f"{seconds:>9}   in {prompts:>6}   out {outputs:>6} tok/s"
+            lines.append(Text.assemble(f"{_PHASES[phase.name]:<21}", (f"{share:>5}", "bold"), rates))
+            continue
+        items = [named(_PHASES[phase.name], share), Text(seconds), named("in", prompts), named("out", outputs)]
+        lines += flow([*items, Text("tok/s")], width, glyphs.separator, glyphs.ellipsis)
+    return lines
 
 
 def _steps(report: RunReport) -> list[Text]:
@@ -230,29 +268,33 @@ def _steps(report: RunReport) -> list[Text]:
 
 
 def _memory(report: RunReport, width: int, glyphs: Glyphs) -> list[Text]:
-    most = max((owner.bytes for owner in report.memory), default=0.0)
+    most = max((owner.bytes for owner in report.memory), default=0)
     bar = max(min(width - MEMORY_TEXT, 24), 0)
     styles = {"KV": LIVE, "weights": CACHED, "other": "dim"}
-    return [
-        Text.assemble(
-            f"{owner.owner:<12}",
-            (f"{format_bytes(owner.bytes):>8} ", "bold"),
-            (glyphs.pool[0] * round(bar * owner.bytes / most) if most else "", styles.get(owner.owner, WASTED)),
-            " " * (bar - (round(bar * owner.bytes / most) if most else 0)),
-            (f" {owner.how}", "dim"),
+    lines = []
+    for owner in report.memory:
+        filled = round(bar * owner.bytes / most) if most else 0
+        lines.append(
+            Text.assemble(
+                f"{owner.owner:<12}",
+                (f"{format_bytes(owner.bytes):>8} ", "bold"),
+                (glyphs.pool[0] * filled, styles.get(owner.owner, WASTED)),
+                " " * (bar - filled),
+                (f" {owner.how}" if width >= MEMORY_TEXT else "", "dim"),
+            )
         )
-        for owner in report.memory
-    ]
+    return lines
 
 
 def _timeline(r: Recording, width: int, glyphs: Glyphs) -> list[Text]:
     """Series over the time of the run, each scaled to its own largest value."""
-    cells = width - SERIES_LABEL - SERIES_FIGURE
-    if not glyphs.levels or cells < 8:
+    wide = width >= TABLE_WIDTH
+    cells = width - SERIES_LABEL - (SERIES_FIGURE if wide else 0)
+    if not glyphs.levels:
         return []
     live = r.column("live_blocks") * r.by_session("bytes_per_block")
     series: list[tuple[str, NDArray[np.float64], str, str]] = [
-        ("live KV", live, LIVE, f"to {format_bytes(float(np.nanmax(live)))}"),
+        ("KV in use", live, LIVE, f"to {format_bytes(float(np.nanmax(live)))}"),
         ("running", r.column("running"), LIVE, f"to {np.nanmax(r.column('running')):,.0f}"),
         ("waiting", r.column("waiting"), "dim", f"to {np.nanmax(r.column('waiting')):,.0f}"),
         ("waste", r.column("waste"), WASTED, f"to {format_percent(_most(r.column('waste')), 1)}"),
@@ -263,7 +305,7 @@ def _timeline(r: Recording, width: int, glyphs: Glyphs) -> list[Text]:
         Text.assemble(
             f"{name:<{SERIES_LABEL}}",
             (_levels(resample(r, values, cells), glyphs), style),
-            (f" {figure}", "dim"),
+            (f" {figure}" if wide else "", "dim"),
         )
         for name, values, style, figure in series
     ]
@@ -285,16 +327,27 @@ def _levels(values: NDArray[np.float64], glyphs: Glyphs) -> str:
     )
 
 
-def _plan(report: RunReport) -> list[Text]:
+def _plan(report: RunReport, width: int) -> list[Text]:
+    """What was planned beside what came; ratios only of a run that is done."""
     if not report.plan:
         return []
-    lines = [Text(f"{'':<16}{'planned':>12}{'came':>12}{'planned / came':>16}", "dim")]
+    done, head = report.head.status == "finished", report.head
+    wide = width >= TABLE_WIDTH - 10
+    header = ("planned", "came", "planned / came") if done else ("planned", "so far", "")
+    lines = [Text(f"{'':<16}{header[0]:>12}{header[1]:>12}{header[2]:>16}", "dim")]
     for line in report.plan:
         planned, came = (_quantity(number, line.unit) for number in (line.planned, line.measured))
-        ratio = "-" if line.ratio is None else f"{line.ratio:.2f}"
+        ratio = "" if line.ratio is None or not done else f"{line.ratio:.2f}"
         off = line.ratio is not None and not 0.7 <= line.ratio <= 1.3
         name = line.quantity.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
-        lines.append(Text.assemble(f"{name:<16}{planned:>12}{came:>12}", (f"{ratio:>16}", ALARM if off else "bold")))
+        style = ALARM if off else "bold"
+        if wide:
+            lines.append(Text.assemble(f"{name:<16}{planned:>12}{came:>12}", (f"{ratio:>16}", style)))
+        else:
+            lines.append(Text.assemble(f"{name} {planned} / {came} ", (ratio, style)))
+    if head.processes > 1:
+        note = f"It took {head.processes} processes: what was generated again counts again."
+        lines += [Text(text, "dim") for text in textwrap.wrap(note, width)]
     return lines
 
 

@@ -69,11 +69,14 @@ class Baselines:
                 self._keys[slot] = _EMPTY
             self._finish(row)
 
-    def unfinished(self, end: float) -> list[tuple[float, float]]:
-        """(start, end) of the spans whose sequences' final lengths are not known yet."""
-        running = [(float(self._since[slot]), end) for slot in np.flatnonzero(self._keys != _EMPTY)]
+    def unfinished(self, end: float) -> list[tuple[float, float, int]]:
+        """(start, end, length so far) of the spans whose sequences' final lengths are not known yet."""
+        running = np.flatnonzero(self._keys != _EMPTY).tolist()
         over = [span for samples in self._pending.values() for spans in samples.values() for span in spans]
-        return running + [(span.start, span.end) for span in over]
+        return [
+            *((float(self._since[slot]), end, int(self._lengths[slot]) + 1) for slot in running),
+            *((span.start, span.end, span.length + 1) for span in over),
+        ]
 
     def _grow(self, slots: int) -> None:
         more = slots - len(self._keys)

@@ -43,7 +43,7 @@ def stderr_console() -> Console:
 def stdout_console() -> Console:
     """A console on stdout that sends control codes only to a terminal that knows them, whatever FORCE_COLOR says."""
     terminal = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return StreamConsole(force_terminal=terminal, force_interactive=False, force_jupyter=False, highlight=False)
+    return StreamConsole(force_terminal=terminal, force_interactive=terminal, force_jupyter=False, highlight=False)
 
 
 class StreamConsole(Console):

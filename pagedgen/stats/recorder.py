@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from pagedgen.stats.baselines import POLICIES, Baselines, spread
+from pagedgen.stats.baselines import POLICIES, Baselines, reserved_tokens, spread
 from pagedgen.stats.recording import COLUMNS, INDEX, Recording, Session, kinds
 from pagedgen.stats.types import RunInfo, StepSample
 
@@ -85,17 +85,17 @@ class Recorder:
         """The run so far. summary: `Recording.summary`. phases_s: the seconds of each phase of this process.
 
         Sequences that have not finished count, in what contiguous allocation would reserve, as the mean of those that
-        have.
+        have; while none has, as long as they are.
         """
         session = replace(self._session, elapsed_s=self._clock() - self._began, phases_s=dict(phases_s))
         rows = self._rows[: self._count].copy()
         for part, seconds in self._between.items():
             rows[-1:, INDEX[f"{part}_s"]] += seconds
-        mean = self._baselines.mean_reserved
-        if mean is not None:
-            for start, end in self._baselines.unfinished(self._now):
-                self._add_reserved(rows, start, end, mean)
-        earlier = self._earlier
+        mean, earlier = self._baselines.mean_reserved, self._earlier
+        longest = session.info.max_model_len
+        for start, end, length in self._baselines.unfinished(self._now):
+            own = reserved_tokens(length, longest)
+            self._add_reserved(rows, start, end, (longest, *(mean or earlier.reserved or own)[1:]))
         finished = earlier.sequences + self._baselines.finished
         return Recording(
             (*earlier.sessions, session),
