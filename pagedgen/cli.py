@@ -3,8 +3,9 @@
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from copy import copy
 from dataclasses import fields
 from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from pagedgen import __version__, options
+from pagedgen.beam_params import beam_flag
 from pagedgen.config import EngineConfig, InputConfig, JobConfig, Keep, PromptConfig
-from pagedgen.errors import PagedgenError, UsageError
+from pagedgen.errors import PagedgenError, UsageError, listed
 from pagedgen.params import OPTIONS
 from pagedgen.process import prepare_process
 from pagedgen.request import BeamParams
@@ -151,6 +153,7 @@ class Machine:
     model: options.Model = None
     device: options.DeviceOption = "auto"
     dtype: options.DtypeOption = "auto"
+    quantize: options.QuantizeOption = None
     kv_memory: options.KvMemory = None
     block_size: options.BlockSize = DEFAULTS.block_size
     max_batch_tokens: options.MaxBatchTokens = DEFAULTS.max_batch_tokens
@@ -160,21 +163,43 @@ class Machine:
     trust_remote_code: options.TrustRemoteCode = False
 
 
+class PlannedBeams:
+    """The options of `Beams`, any of which asks for the plan of a search."""
+
+    width: options.PlanWidth = None
+    num_return: options.NumReturn = None  # type: ignore[assignment]
+    length_penalty: options.LengthPenalty = None  # type: ignore[assignment]
+    early_stopping: options.EarlyStoppingOption = None  # type: ignore[assignment]
+    diversity_groups: options.DiversityGroups = None  # type: ignore[assignment]
+    diversity_penalty: options.DiversityPenalty = None  # type: ignore[assignment]
+
+
 class Planning:
     """What a plan is told besides."""
 
-    width: options.PlanWidth = None
     output_tokens: options.OutputTokens = None
     json: options.PlanJson = False
+
+
+# Options of runs that change nothing of a plan: it takes them, so that the command of a run can be planned as it is.
+WITHOUT_EFFECT = ("overwrite", "retry", "max_errors", "strict", "quiet")
 
 
 Command = Callable[..., None]
 
 
-def _taking(*groups: type) -> Callable[[Command], Command]:
-    """Give a command the options of these groups; it receives them by name."""
+def _taking(*groups: type, hidden: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Give a command the options of these groups; it receives them by name. hidden: those that --help leaves out."""
+
+    def shown(name: str, annotation: Any) -> Any:
+        if name not in hidden:
+            return annotation
+        option = copy(annotation.__metadata__[0])
+        option.hidden = True
+        return Annotated[annotation.__origin__, option]
+
     parameters = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=annotation)
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=shown(name, annotation))
         for group in groups
         for name, annotation in get_annotations(group).items()
     ]
@@ -202,27 +227,38 @@ def beam(**given: Any) -> None:
 
 
 @app.command()
-@_taking(Rows, Planning, Limits, Sampling, Machine)
+@_taking(Rows, Planning, Limits, Sampling, PlannedBeams, Results, Machine, hidden=WITHOUT_EFFECT)
 def plan(**given: Any) -> None:
-    """Say what a run over INPUT would need and take, before any weights are loaded."""
+    """Say what a run over INPUT would need and take, before any weights are loaded.
+
+    All options of `pagedgen run` and `pagedgen beam` can be given; those that change nothing are not listed.
+    """
     _exit_with(lambda: _plan(given))
 
 
 def _plan(given: dict[str, Any]) -> int:
     """Plan the job that the options ask for; the exit code."""
-    config = JobConfig(
-        input=_input_config(given),
-        prompt=_prompt_config(given),
-        engine=_engine_config(given),
-        overrides=_overrides(given),
-        beam=None if given["width"] is None else BeamParams(width=given["width"]),
-        command=tuple(sys.argv),
-    )
+    config = _job_config(given, _planned_beams(given))
     prepare_process()
     from pagedgen.planning.command import run_plan
 
     run_plan(config, getattr(sys.stdin, "buffer", None), given["output_tokens"], given["json"])
     return 0
+
+
+def _planned_beams(given: dict[str, Any]) -> BeamParams | None:
+    """The search that a plan is asked for. Raises UsageError for options that `pagedgen beam` does not have."""
+    search = {field.name: given[field.name] for field in fields(BeamParams) if given[field.name] is not None}
+    if not search:
+        return None
+    drawn = [name for name in get_annotations(Sampling) if given[name] is not None]
+    if drawn:
+        flags = listed([option.flag for option in OPTIONS if option.name in drawn])
+        raise UsageError(
+            f"a beam search has no {flags}; leave {'it' if len(drawn) == 1 else 'them'} out, or leave "
+            f"{beam_flag(next(iter(search)))} out to plan a run that samples"
+        )
+    return BeamParams(**search)
 
 
 def _input_config(given: dict[str, Any]) -> InputConfig:
@@ -271,7 +307,16 @@ def stats(
 
 def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
     """Run the job that the options ask for; the exit code."""
-    config = JobConfig(
+    config = _job_config(given, beam)
+    prepare_process()
+    from pagedgen.job import run_job  # pyarrow, torch and transformers are imported only when there is a job
+
+    result = run_job(config, getattr(sys.stdin, "buffer", None))
+    return 3 if given["strict"] and not result.all_ok else 0
+
+
+def _job_config(given: dict[str, Any], beam: BeamParams | None) -> JobConfig:
+    return JobConfig(
         input=_input_config(given),
         output_path=given["output"],
         overwrite=given["overwrite"],
@@ -288,11 +333,6 @@ def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
         quiet=given["quiet"],
         command=tuple(sys.argv),
     )
-    prepare_process()
-    from pagedgen.job import run_job  # pyarrow, torch and transformers are imported only when there is a job
-
-    result = run_job(config, getattr(sys.stdin, "buffer", None))
-    return 3 if given["strict"] and not result.all_ok else 0
 
 
 def _engine_config(given: dict[str, Any]) -> EngineConfig:

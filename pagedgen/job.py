@@ -25,7 +25,14 @@ from pagedgen.data.schema import OutputColumns, TokenStrings
 from pagedgen.data.writer import ShardedWriter
 from pagedgen.errors import PagedgenError, RowError, UsageError
 from pagedgen.interrupts import EXIT_CODE, Interrupts
-from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths, output_columns, output_config
+from pagedgen.job_setup import (
+    check_against_vocabulary,
+    check_options,
+    naming_input,
+    naming_paths,
+    output_columns,
+    output_config,
+)
 from pagedgen.params import defaults_from_generation_config, resolve_params, unsupported_in_generation_config
 from pagedgen.planning.store import load_plan, plan_key
 from pagedgen.process import collector_paused, collector_restored
@@ -73,8 +80,9 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None, files: FileLayer |
     config = check_options(config)
     with naming_paths():
         source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
-    if not is_batch(source.columns.names):
-        require_prompt_column(source.columns.names, config.prompt)
+    if (names := source.columns.names) and not is_batch(names):  # there are none where no row can be read
+        with naming_input(source):
+            require_prompt_column(names, config.prompt)
     output = output_config(config, source)
     with naming_paths():
         layout = prepare_output(output, source.files)

@@ -1,5 +1,6 @@
 """What a job checks before it begins: its options, and where and what it writes."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,15 @@ def naming_paths() -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be used: {error.strerror}; check the path") from error
+
+
+@contextmanager
+def naming_input(source: InputSource) -> Iterator[None]:
+    """Let a UsageError that begins with "The input" say which."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(re.sub("^The input ", lambda _: f"{source.description} ", str(error))) from None
 
 
 def check_options(config: JobConfig) -> JobConfig:

@@ -1,6 +1,7 @@
 """The plan of a job beside the job."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,7 +116,30 @@ def test_lengths_of_earlier_runs_are_expected_again(model, folder):
     fixed = make_plan(config_of(folder, model, prompts(60), overrides={"max_tokens": 60, "ignore_eos": True}))
     assert fixed.outcome.output_tokens == 60 * 60
     stated = make_plan(config, output_tokens=30)
-    assert stated.outcome.output_tokens / 60 == pytest.approx(30, rel=0.2)
+    assert stated.outcome.output_tokens / 60 == pytest.approx(30, rel=0.01)
+
+
+def test_a_stated_mean_holds_after_the_cut_or_is_said_not_to(model, folder):
+    config = config_of(folder, model, prompts(40), overrides={"max_tokens": 32})
+    within = make_plan(config, output_tokens=10)
+    assert within.outcome.output_tokens == pytest.approx(400, abs=2)
+    assert within.length_source == "a mean of 10 tokens, as given"
+    beyond = make_plan(config, output_tokens=1000)
+    assert beyond.outcome.output_tokens == 40 * 32
+    assert beyond.length_source == "at its limit: a mean of 32 tokens, and not of 1000 as given"
+
+
+def test_earlier_completions_that_were_all_cut_off_are_said_to_be(model, folder):
+    config = config_of(folder, model, prompts(20), overrides={"max_tokens": 60})
+    lengths = OutputLengths()
+    lengths.pairs = [(32, False)] * 40
+    record_profile(recording_of(config), lengths)
+    plan = make_plan(config)
+    assert plan.outcome.output_tokens == 20 * 60
+    assert plan.length_source.startswith("at most: its limit, as all of the 40 seen in earlier runs were cut off")
+    lengths.pairs = [(32, False)] * 30 + [(5, True)] * 10
+    record_profile(recording_of(replace(config, overwrite=True)), lengths)
+    assert make_plan(config).length_source == "drawn from the 40 seen in earlier runs, 30 of which were cut off"
 
 
 def test_what_a_plan_expects_is_kept_for_the_run(model, folder):
@@ -149,4 +173,4 @@ def test_the_output_takes_at_most_what_the_plan_says(model, folder):
     plan = make_plan(config)
     run_job(config)
     text = sum(len(json.loads(line)["text"]) for line in (folder / "out.jsonl").read_text().splitlines())
-    assert text < plan.output_bytes
+    assert text < plan.disk.output_bytes

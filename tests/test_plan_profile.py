@@ -106,7 +106,7 @@ def test_intervals_of_many_steps_are_fitted_as_their_sums():
 
 
 def test_steps_that_are_all_alike_are_divided_as_the_prior_says():
-    work = np.tile([1.0, 64, 64 * 200, 64], (50, 1))
+    work = np.tile([1.0, 200, 200 * 200, 200], (50, 1))
     found = fit(work, seconds_of(work), PRIOR)
     assert seconds_of(work, found) == pytest.approx(seconds_of(work), rel=1e-6)
     ratios = np.array(astuple(found)) / np.array(astuple(PRIOR))
@@ -208,10 +208,27 @@ def test_what_cannot_stop_takes_its_limit():
 
 @pytest.mark.parametrize(("mean", "most"), [(20, 1000), (80, 100), (100, 100), (500, 100)])
 def test_a_stated_mean_is_kept_whatever_the_limit(mean, most):
-    lengths = ExpectedLengths(MeanLength(mean))
-    drawn = [lengths(make_group([1, 2], max_tokens=most, end_ids=[3], key=row).first) for row in range(1500)]
-    assert np.mean(drawn) == pytest.approx(min(mean, most), rel=0.06)
+    groups = [make_group([1, 2], max_tokens=most, end_ids=[3], key=row) for row in range(40)]
+    known = MeanLength(mean, groups)
+    drawn = [ExpectedLengths(known)(group.first) for group in groups]
+    assert np.mean(drawn) == pytest.approx(min(mean, most), rel=0.01)
+    assert known.mean == pytest.approx(np.mean(drawn))
     assert max(drawn) <= most
+
+
+def test_a_stated_mean_is_kept_over_samples_and_different_limits():
+    groups = [make_group([1, 2], max_tokens=8 + 10 * row, end_ids=[3], key=row, n=3) for row in range(20)]
+    lengths = ExpectedLengths(MeanLength(30, groups))
+    drawn = [lengths(group.first.sibling(sample)) for group in groups for sample in range(3)]
+    assert np.mean(drawn) == pytest.approx(30, rel=0.01)
+    assert len(set(drawn)) > 20
+
+
+@pytest.mark.parametrize(("rows", "tolerance"), [(1, 0.01), (3, 0.25), (10, 0.1), (100, 0.03)])
+def test_few_rows_have_lengths_of_the_middle(rows, tolerance):
+    lengths = ExpectedLengths(LengthCurve([(n, True) for n in range(1, 200)]))
+    drawn = [lengths(make_group([1, 2], max_tokens=400, end_ids=[3], key=row).first) for row in range(rows)]
+    assert np.mean(drawn) == pytest.approx(100, rel=tolerance)
 
 
 def test_lengths_are_a_bounded_random_sample():
@@ -248,7 +265,8 @@ def test_a_profile_tells_what_a_run_has_shown(own_cache):
         lengths.add(completion(tokens, True))
     profile = profile_of(lengths=lengths)
     assert astuple(profile.step_time) == pytest.approx(astuple(TRUE), rel=0.02)
-    assert profile.steps == 100
+    assert 64 <= profile.steps <= 100
+    assert 1500 < profile.measured_tokens <= 2000
     assert profile.load_s == 2.5
     assert profile.activation_bytes == 5000
     assert profile.bytes_per_token == 3.0
@@ -281,17 +299,23 @@ def test_a_profile_is_of_its_machine(monkeypatch):
     assert load_profile("tiny", "cpu", "bfloat16", "cpp") is None
 
 
-def test_a_run_of_a_few_steps_replaces_nothing():
+def test_a_run_of_few_completions_replaces_no_lengths():
     lengths = OutputLengths()
-    for _ in range(40):
+    for _ in range(80):
         lengths.add(completion(9, True))
     first = profile_of(lengths=lengths)
-    slow = profile_of(5, StepTime(1.0, 1.0, 1.0, 1.0))
-    assert slow.step_time == first.step_time
-    assert slow.lengths == first.lengths
-    longer = profile_of(50, StepTime(0.04, 7e-4, 2e-7, 3e-4))
-    assert longer.step_time.per_step == pytest.approx(0.04, rel=0.05)
-    assert longer.lengths == first.lengths
+    few = OutputLengths()
+    few.add(Completion(0, "0", 0, Status.OK, text="", finish_reason=FinishReason.STOP, token_ids=(5,)))
+    after = profile_of(5, lengths=few)
+    assert after.lengths == ((1, True), *first.lengths)
+    assert after.bytes_per_token == first.bytes_per_token == 3.0
+
+
+def test_activations_are_those_of_the_largest_steps_that_were_measured():
+    profile_of()
+    small = replace(INFO, max_batch_tokens=16, activation_bytes=1 << 30)
+    assert profile_of(info=small).activation_bytes == 5000
+    assert profile_of(info=replace(INFO, activation_bytes=2048 * 6000)).activation_bytes == 6000
 
 
 def test_a_profile_that_fails_fails_nobody(own_cache, monkeypatch):

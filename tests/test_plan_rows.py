@@ -77,8 +77,7 @@ def big_file(folder):
 def test_a_big_file_is_sampled_all_over(big_file):
     sample = sample_rows(open_input(InputConfig(str(big_file))), most=320)
     assert 64 <= len(sample.records) <= 640
-    assert sample.total == pytest.approx(4000, rel=0.1)
-    assert sample.kind == "estimate"
+    assert (sample.total, sample.kind) == (4000, "exact")
     assert sample.how == f"{len(sample.records)} rows at 64 places of the input"
     lengths = [len(record.columns["prompt"]) for record in sample.records]
     assert min(lengths) < 20
@@ -86,6 +85,26 @@ def test_a_big_file_is_sampled_all_over(big_file):
     assert lengths == sorted(lengths)
     assert sum(lengths) / len(lengths) == pytest.approx(100, rel=0.15)
     assert [record.row for record in sample.records] == list(range(len(lengths)))
+
+
+def test_lines_of_huge_files_are_not_counted(big_file, monkeypatch):
+    monkeypatch.setattr(rows, "COUNTED_BYTES", 1000)
+    sample = sample_rows(open_input(InputConfig(str(big_file))), most=320)
+    assert sample.kind == "estimate"
+    assert sample.total == pytest.approx(4000, rel=0.1)
+
+
+@pytest.mark.parametrize("count", [321, 500, 640, 641, 1100])
+def test_no_more_rows_are_looked_at_than_there_are(count, folder):
+    """Blank lines and an end without a line break included."""
+    lines = [json.dumps({"prompt": f"x{number}"}) for number in range(count)]
+    (folder / "in.jsonl").write_text("\n\n".join(lines))
+    sample = sample_rows(open_input(InputConfig(str(folder / "in.jsonl"))), most=320)
+    assert (sample.total, sample.kind) == (count, "exact")
+    found = [record.columns["prompt"] for record in sample.records]
+    assert len(set(found)) == len(found) <= count
+    if count <= 640:
+        assert (len(found), sample.how) == (count, None)
 
 
 def test_files_of_other_kinds_are_read_from_their_beginning(folder):
@@ -133,9 +152,13 @@ def test_a_sampled_plan_says_so_and_is_in_proportion(big_file, model, monkeypatc
     assert "places of the input" in found["rows"]["sample"]
     assert found["work"]["output_tokens"] == pytest.approx(whole.outcome.output_tokens, rel=0.1)
     assert found["work"]["generating_s"] == pytest.approx(whole.generating_s, rel=0.1)
+    assert found["rows"]["total"] == 4000
+    assert found["work"]["output_tokens"] == 4000 * 6
+    assert found["work"]["steps"] * found["memory"]["peak_running"] >= 4000 * 6
     text = call("plan", big_file, "-m", model, "--kv-memory", "2MiB")[1]
     assert "estimates from" in text
-    assert "about" in text
+    monkeypatch.setattr(rows, "COUNTED_BYTES", 1000)
+    assert "about" in call("plan", big_file, "-m", model, "--kv-memory", "2MiB")[1]
 
 
 def test_fewer_rows_are_simulated_where_outputs_are_long(model, folder, monkeypatch):
@@ -148,3 +171,17 @@ def test_fewer_rows_are_simulated_where_outputs_are_long(model, folder, monkeypa
     assert part.of_all("output_tokens") == whole.outcome.output_tokens
     assert part.generating_s == pytest.approx(whole.generating_s, rel=0.1)
     assert part.peak_kv_bytes == pytest.approx(whole.peak_kv_bytes, rel=0.1)
+    assert part.steps * part.outcome.peak_running >= part.of_all("output_tokens")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_steps_tokens_and_time_are_of_one_scale(tokens, model, folder, monkeypatch):
+    """However short the outputs are, a step gives each running sequence at most one token."""
+    config = config_of(folder, model, prompts(640), overrides={"max_tokens": tokens, "ignore_eos": True})
+    whole = make_plan(config)
+    monkeypatch.setattr("pagedgen.planning.plan.sample_rows", partial(sample_rows, most=160))
+    plan = make_plan(config)
+    assert plan.is_sampled
+    assert plan.of_all("output_tokens") == 640 * tokens
+    assert plan.steps * plan.outcome.peak_running >= 640 * tokens
+    assert plan.steps == pytest.approx(whole.steps, rel=0.15)

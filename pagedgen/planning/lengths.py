@@ -2,17 +2,22 @@
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedgen.request import Completion, FinishReason, Status
-from pagedgen.scheduling.sequence import Sequence, mix64
+from pagedgen.scheduling.sequence import Sequence, SequenceGroup
 
 CAPACITY = 4096
-# Draws whose mean is matched to a mean length that was stated.
-_SHAPES = 4096
+# Completions whose mean is matched to a mean length that was stated.
+_MATCHED = 1 << 17
+# Irrational steps: however many rows and samples there are, their fractions are spread evenly, and the first is a half.
+_ROW_STEP, _SAMPLE_STEP = (5**0.5 - 1) / 2, 2**0.5 - 1
+# Of a gamma distribution with shape 2 and mean 1: lengths, and the fraction that does not exceed each.
+_SHAPE = np.linspace(1e-9, 12.0, 6001)
+_SHAPE_FRACTIONS = 1.0 - np.exp(-2.0 * _SHAPE) * (1.0 + 2.0 * _SHAPE)
 
 
 class OutputLengths:
@@ -76,26 +81,30 @@ class LengthCurve:
         return self.longest + float(np.log(last / left)) / self._hazard
 
 
-@dataclass(frozen=True, slots=True)
 class MeanLength:
-    """Lengths of a given mean, as spread out as completions are: gamma-distributed with shape 2, cut off at a limit
-    without changing the mean."""
+    """Lengths of a given mean over the completions of a run, as spread out as completions are: gamma-distributed with
+    shape 2. What limits cut off is made good by the others, as far as it can be.
 
-    tokens: float
+    groups: the run's, of which those count that may end before their limit; at least one. mean: what came of it.
+    """
 
-    def scaled_to(self, most: int) -> float:
-        """What a draw of the shape, of mean 1, is multiplied by."""
-        if self.tokens >= most:
-            return float("inf")
-        shapes = np.random.default_rng(0).gamma(2.0, 0.5, _SHAPES)
-        low, high = self.tokens, self.tokens * 1e4
-        for _ in range(60):
+    def __init__(self, tokens: float, groups: Iterable[SequenceGroup]) -> None:
+        firsts = ((g.first, s) for g in groups if g.first.end_ids for s in range(g.first.params.n))
+        of_all = [(fraction_of(first, sample), *_bounds(first)) for first, sample in islice(firsts, _MATCHED)]
+        fractions, least, most = np.array(of_all, dtype=np.float64).T
+        shapes = _shape_at(fractions)
+
+        def mean(scale: float) -> float:
+            return float(np.minimum(np.maximum(np.rint(shapes * scale), least), most).mean())
+
+        low, high = 1.0, 1e15
+        for _ in range(80):
             middle = (low * high) ** 0.5
-            if np.minimum(shapes * middle, most).mean() < self.tokens:
-                low = middle
-            else:
-                high = middle
-        return high
+            low, high = (middle, high) if mean(middle) < tokens else (low, middle)
+        self._scale, self.mean = high, mean(high)
+
+    def quantile(self, fraction: float) -> float:
+        return self._scale * float(_shape_at(np.array(fraction)))
 
 
 class ExpectedLengths:
@@ -107,19 +116,26 @@ class ExpectedLengths:
 
     def __init__(self, known: LengthCurve | MeanLength | None) -> None:
         self._known = known
-        self._scales: dict[int, float] = {}
 
     def __call__(self, sequence: Sequence) -> int:
-        most = sequence.max_total - sequence.num_prompt
+        least, most = _bounds(sequence)
         searches = sequence.num_continuations > 0
         if self._known is None or not sequence.end_ids or (searches and isinstance(self._known, LengthCurve)):
             return most
-        key = mix64((sequence.request.row << 16) + sequence.sample)
-        if isinstance(self._known, LengthCurve):
-            drawn = self._known.quantile((key >> 11) / (1 << 53))
-        else:
-            if most not in self._scales:
-                self._scales[most] = self._known.scaled_to(most)
-            drawn = self._scales[most] * float(np.random.default_rng(key).gamma(2.0, 0.5))
-        least = sequence.params.min_tokens + 1
-        return int(min(most, max(least, round(min(drawn, most)))))
+        drawn = self._known.quantile(fraction_of(sequence, sequence.sample))
+        return min(most, max(least, round(min(drawn, most))))
+
+
+def fraction_of(sequence: Sequence, sample: int) -> float:
+    """Which quantile of the lengths a row's sample has, 0 to 1."""
+    return (0.5 + _ROW_STEP * sequence.request.row + _SAMPLE_STEP * sample) % 1.0
+
+
+def _bounds(sequence: Sequence) -> tuple[int, int]:
+    """The fewest and the most tokens of a completion."""
+    most = sequence.max_total - sequence.num_prompt
+    return min(most, sequence.params.min_tokens + 1), most
+
+
+def _shape_at(fractions: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.interp(fractions, _SHAPE_FRACTIONS, _SHAPE).astype(np.float64)

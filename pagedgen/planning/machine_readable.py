@@ -15,9 +15,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory": _memory(plan),
         "work": _work(plan),
         "disk": {
-            "output_bytes": plan.output_bytes,
-            "while_merging_bytes": 2 * plan.output_bytes,
-            "free_bytes": plan.free_disk,
+            "kind": plan.disk.kind,
+            "output_bytes": plan.disk.output_bytes,
+            "while_merging_bytes": plan.disk.with_parts_bytes,
+            "free_bytes": plan.disk.free_bytes,
         },
     }
 
@@ -97,4 +98,6 @@ def _work(plan: Plan) -> dict[str, Any]:
         "simulated_rows": plan.outcome.rows,
         "lengths": plan.length_source,
         "step_times": plan.time_source,
+        "measured_step_tokens": plan.measured_tokens,
+        "peak_step_tokens": max(plan.outcome.step_tokens, default=0),
     }

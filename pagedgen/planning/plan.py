@@ -1,27 +1,26 @@
 """Makes a plan: what a run would need, from its configuration and its rows, before any weights are loaded."""
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from pagedgen.admission import Admission, Limits
 from pagedgen.config import JobConfig
 from pagedgen.data.openai_batch import is_batch
-from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
+from pagedgen.data.readers import open_bundled_prompts, open_input
 from pagedgen.execution.attention import choose_backend
-from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths
+from pagedgen.job_setup import check_against_vocabulary, check_options, naming_input, naming_paths
 from pagedgen.models.facts import ModelFacts, model_facts
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids, unsupported_in_generation_config
+from pagedgen.planning.disk import Amounts, DiskUse, OutputSize
 from pagedgen.planning.lengths import ExpectedLengths, LengthCurve, MeanLength
 from pagedgen.planning.machine import figures
 from pagedgen.planning.memory import PoolPlan, plan_pool
 from pagedgen.planning.profile import Profile, load_profile
 from pagedgen.planning.rows import RowSample, sample_rows
-from pagedgen.planning.steptime import StepTime, roofline
+from pagedgen.planning.steptime import REACH, BoundedTime, StepTime, roofline
 from pagedgen.planning.store import plan_key, save_plan
 from pagedgen.planning.survey import Survey, Surveyor
 from pagedgen.planning.trial import Outcome, simulate
@@ -29,10 +28,8 @@ from pagedgen.request import SamplingParams
 from pagedgen.text.prompts import PromptRenderer, require_prompt_column
 from pagedgen.text.tokenizer import Tokenizer
 
-# Without a run to tell, a token of text has about so many bytes.
-_BYTES_PER_TOKEN = 4.0
-# What a row of the output takes besides its text and the input's columns.
-_BYTES_PER_COMPLETION = 64
+# More of the tokens than this in steps far larger than any that were measured is worth a word.
+_FAR_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ class Plan:
     outcome: of the simulated rows; good_rows: rows of the whole input that can be run, an estimate where not all were
     looked at.
     length_source, time_source: what the lengths of completions and the times of steps rest on, in words.
-    load_s: seconds before the first step, None when no run has shown it. output_bytes: of the output, at most.
-    free_disk: bytes in the current folder's file system.
+    measured_tokens: of the largest steps that were measured, None when none were.
+    load_s: seconds before the first step, None when no run has shown it. disk: what the output takes.
     """
 
     input: str
@@ -60,9 +57,9 @@ class Plan:
     good_rows: float
     length_source: str
     time_source: str
+    measured_tokens: int | None
     load_s: float | None
-    output_bytes: int
-    free_disk: int
+    disk: DiskUse
 
     @property
     def is_sampled(self) -> bool:
@@ -80,6 +77,15 @@ class Plan:
     @property
     def steps(self) -> int:
         return round(self.outcome.time_for(self.good_rows)[1])
+
+    @property
+    def far_tokens(self) -> int | None:
+        """The tokens of the largest steps, when much is computed in steps far larger than any that were measured."""
+        if self.measured_tokens is None:
+            return None
+        tokens = self.outcome.step_tokens
+        far = sum(count for count in tokens if count > REACH * self.measured_tokens)
+        return max(tokens) if far > _FAR_SHARE * sum(tokens) else None
 
     @property
     def peak_kv_bytes(self) -> int:
@@ -117,7 +123,7 @@ class Plan:
             "generating_s": self.generating_s,
             "peak_kv_bytes": self.peak_kv_bytes,
             "peak_running": self.outcome.peak_running,
-            "output_bytes": self.output_bytes,
+            "output_bytes": self.disk.output_bytes,
         }
 
 
@@ -137,15 +143,16 @@ def make_plan(
     config = check_options(config)
     with naming_paths():
         source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
-        in_batches = is_batch(source.columns.names)
-        if not in_batches:
-            require_prompt_column(source.columns.names, config.prompt)
+        if (names := source.columns.names) and not is_batch(names):  # there are none where no row can be read
+            with naming_input(source):
+                require_prompt_column(names, config.prompt)
+        output = OutputSize(config, source)
         key = plan_key(config, source)
     with naming_paths(), _setup(config, warn) as setup:
         sample = sample_rows(source)
-        surveyor = Surveyor(config, setup.renderer, setup.admission, setup.defaults, in_batches)
+        surveyor = Surveyor(config, setup.renderer, setup.admission, setup.defaults, is_batch(names))
         survey = surveyor.survey(sample.records)
-    plan = _plan(config, source, setup, sample, survey, output_tokens)
+    plan = _plan(config, source.description, output, setup, sample, survey, output_tokens)
     if survey.groups:
         save_plan(key, plan.expected())
     return plan
@@ -179,7 +186,7 @@ def _setup(config: JobConfig, warn: Callable[[str], None]) -> Iterator[_Setup]:
         searching = config.beam is not None
         for unsupported in unsupported_in_generation_config(facts.generation_config, searching=searching):
             warn(f"the model's generation_config.json asks for {unsupported}, which this version does not apply")
-        profile = load_profile(facts.name, facts.device.type, _name(facts), attention.name)
+        profile = load_profile(facts.name, facts.device.type, _name(facts), engine.kernels_name(attention.name))
         pool = plan_pool(engine, facts, max_model_len, profile)
         end_ids = merge_eos_token_ids(facts.stated_eos, tokenizer.eos_token_ids)
         limits = Limits(
@@ -193,7 +200,7 @@ def _setup(config: JobConfig, warn: Callable[[str], None]) -> Iterator[_Setup]:
         known_ends = [token_id for token_id in end_ids if 0 <= token_id < facts.vocab_size]
         yield _Setup(
             facts=facts,
-            kernels=attention.name,
+            kernels=engine.kernels_name(attention.name),
             max_model_len=max_model_len,
             profile=profile,
             pool=pool,
@@ -207,16 +214,17 @@ def _setup(config: JobConfig, warn: Callable[[str], None]) -> Iterator[_Setup]:
 
 def _plan(
     config: JobConfig,
-    source: InputSource,
+    input: str,
+    output: OutputSize,
     setup: _Setup,
     sample: RowSample,
     survey: Survey,
     output_tokens: float | None,
 ) -> Plan:
     facts, engine, profile = setup.facts, config.engine, setup.profile
-    searches = config.beam is not None
-    lengths, length_source = _lengths(profile, survey, output_tokens, searches)
+    lengths, length_source = _lengths(profile, survey, output_tokens, config.beam is not None)
     step_time, time_source = _step_time(facts, setup, engine.block_size)
+    longest = [lengths(group.first) for group in survey.groups if group.beam is not None]
     outcome = simulate(
         survey.groups,
         engine,
@@ -227,8 +235,20 @@ def _plan(
         lengths=lengths,
     )
     good_rows = sample.total * len(survey.groups) / max(1, survey.read)
+    tokens = outcome.sum_for(good_rows, "output_tokens")
+    if config.beam is not None:  # most of what beams draw is dropped
+        tokens = sum(longest) / max(1, len(longest)) * good_rows * config.beam.num_return
+    amounts = Amounts(
+        completions=sample.total * survey.completions / max(1, survey.read),
+        tokens=tokens,
+        prompt_tokens=sum(survey.lengths) / max(1, len(survey.lengths)) * good_rows,
+        seconds=outcome.time_for(good_rows)[0],
+        bytes_per_token=profile.bytes_per_token if profile is not None else None,
+        logprobs=_entries(setup.defaults.logprobs) if config.beam is None else 0,
+        prompt_logprobs=_entries(setup.defaults.prompt_logprobs) if config.beam is None else 0,
+    )
     return Plan(
-        input=source.description,
+        input=input,
         facts=facts,
         kernels=setup.kernels,
         block_size=engine.block_size,
@@ -242,10 +262,15 @@ def _plan(
         good_rows=good_rows,
         length_source=length_source,
         time_source=time_source,
+        measured_tokens=profile.measured_tokens if profile is not None else None,
         load_s=profile.load_s if profile is not None else None,
-        output_bytes=_output_bytes(source, sample, survey, outcome.sum_for(good_rows, "output_tokens"), profile),
-        free_disk=shutil.disk_usage(Path.cwd()).free,
+        disk=output.of(sample.records[: survey.read], survey, amounts),
     )
+
+
+def _entries(logprobs: int | None) -> int:
+    """Log-probabilities for each token: its own and those of the likeliest."""
+    return 0 if logprobs is None else 1 + logprobs
 
 
 def _lengths(
@@ -254,21 +279,27 @@ def _lengths(
     if not survey.may_stop:
         return ExpectedLengths(None), "exactly its limit, as nothing ends a completion before"
     if output_tokens is not None:
-        return ExpectedLengths(MeanLength(output_tokens)), f"a mean of {output_tokens:g} tokens, as given"
-    if profile is not None and profile.lengths and not searches:
-        count = len(profile.lengths)
-        return ExpectedLengths(LengthCurve(profile.lengths)), f"drawn from the {count:,} of earlier runs"
-    return ExpectedLengths(None), "at most: its limit (--output-tokens N states a mean)"
+        known = MeanLength(output_tokens, survey.groups)
+        source = f"a mean of {output_tokens:g} tokens, as given"
+        if abs(known.mean - output_tokens) > max(0.5, 0.01 * output_tokens):
+            bound = "at its limit" if known.mean < output_tokens else "as its least allows"
+            source = f"{bound}: a mean of {known.mean:,.4g} tokens, and not of {output_tokens:g} as given"
+        return ExpectedLengths(known), source
+    stated = "--output-tokens N states a mean"
+    if profile is None or not profile.lengths or searches:
+        return ExpectedLengths(None), f"at most: its limit ({stated})"
+    count, cut = len(profile.lengths), sum(not ended for _, ended in profile.lengths)
+    if cut == count:
+        seen = "the one seen in an earlier run was" if count == 1 else f"all of the {count:,} seen in earlier runs were"
+        return ExpectedLengths(None), f"at most: its limit, as {seen} cut off ({stated})"
+    some = f", {cut:,} of which were cut off" if cut else ""
+    return ExpectedLengths(LengthCurve(profile.lengths)), f"drawn from the {count:,} seen in earlier runs{some}"
 
 
-def _step_time(facts: ModelFacts, setup: _Setup, block_size: int) -> tuple[StepTime, str]:
+def _step_time(facts: ModelFacts, setup: _Setup, block_size: int) -> tuple[StepTime | BoundedTime, str]:
     profile = setup.profile
-    if profile is not None:
-        busy = ", busy with other work too" if profile.was_busy else ""
-        source = f"measured profile of this machine ({_day(profile.date)}, {profile.steps:,} steps{busy})"
-        return profile.step_time, source
     found = figures(facts.device.type, _name(facts))
-    time = roofline(
+    rough = roofline(
         found,
         weight_bytes=facts.size.weight_bytes,
         active=facts.size.active,
@@ -276,18 +307,11 @@ def _step_time(facts: ModelFacts, setup: _Setup, block_size: int) -> tuple[StepT
         kv_token_bytes=setup.pool.bytes_per_block / block_size,
         vocab_size=facts.vocab_size,
     )
-    return time, f"rough figures of the machine, not measured ({found.text})"
-
-
-def _output_bytes(
-    source: InputSource, sample: RowSample, survey: Survey, output_tokens: float, profile: Profile | None
-) -> int:
-    """The text, the columns of the result, and the input's columns once for each completion, all uncompressed."""
-    per_row = survey.completions / max(1, survey.read)
-    per_token = (profile.bytes_per_token if profile is not None else None) or _BYTES_PER_TOKEN
-    return round(
-        output_tokens * per_token + per_row * (sample.total * _BYTES_PER_COMPLETION + (source.total_bytes or 0))
-    )
+    if profile is None:
+        return rough, f"rough figures of the machine, not measured ({found.text})"
+    busy = ", mostly busy with other work too" if profile.was_busy else ""
+    source = f"measured profile of this machine ({_day(profile.date)}, {profile.steps:,} steps{busy})"
+    return BoundedTime(profile.step_time, REACH * profile.measured_tokens, rough), source
 
 
 def _name(facts: ModelFacts) -> str:

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,27 +12,38 @@ import numpy as np
 from pagedgen import user_state
 from pagedgen.planning.lengths import CAPACITY, OutputLengths
 from pagedgen.planning.machine import core_count, figures, is_busy, machine_name
-from pagedgen.planning.steptime import StepTime, fit, observations, roofline
+from pagedgen.planning.reservoir import Observation, merge, observed, trusted
+from pagedgen.planning.steptime import Array, StepTime, fit, observations, roofline
 from pagedgen.stats.recording import Recording
 from pagedgen.stats.types import GENERATING, RunInfo
 
-_VERSION = 1
-# A run of fewer steps, or with fewer completions that could stop, does not replace what a longer one has shown.
-LEAST_STEPS, LEAST_LENGTHS = 20, 32
+_VERSION = 2
+# A run with fewer completions that could stop, or fewer tokens of text, does not replace what a longer one has shown.
+LEAST_LENGTHS, LEAST_TEXT = 32, 512
+# A first interval that should take fewer seconds tells of warming up and not of steps.
+_WARM_UP = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """date: ISO 8601, of the run whose steps were fitted, which were `steps`; was_busy: other work slowed it. load_s:
-    seconds before the first step. activation_bytes: for each token of a step. lengths: as of OutputLengths.
-    bytes_per_token: of completions as text, None when it is not known."""
+    """observations: of several runs, newest first in each kind; step_time: what was fitted to those that are trusted.
+    These are of `steps` steps of up to `measured_tokens` tokens each, the newest of `date`; was_busy: other work slowed
+    most of them.
+
+    load_s: seconds before the first step, of the latest run. activation_bytes: for each token of a step, measured with
+    steps of `activation_tokens`. lengths: as of OutputLengths. bytes_per_token: of completions as text, None when it is
+    not known.
+    """
 
     date: str
     steps: int
+    measured_tokens: int
     was_busy: bool
     step_time: StepTime
     load_s: float
     activation_bytes: float
+    activation_tokens: int
+    observations: tuple[Observation, ...]
     lengths: tuple[tuple[int, bool], ...] = ()
     bytes_per_token: float | None = None
 
@@ -55,10 +66,13 @@ def load_profile(model: str, device: str, dtype: str, kernels: str) -> Profile |
         return Profile(
             date=str(values["date"]),
             steps=int(values["steps"]),
+            measured_tokens=int(values["measured_tokens"]),
             was_busy=bool(values["was_busy"]),
             step_time=StepTime(**values["step_time"]),
             load_s=float(values["load_s"]),
             activation_bytes=float(values["activation_bytes"]),
+            activation_tokens=int(values["activation_tokens"]),
+            observations=tuple(Observation(*one) for one in values["observations"]),
             lengths=tuple((int(tokens), bool(ended)) for tokens, ended in values["lengths"]),
             bytes_per_token=values["bytes_per_token"],
         )
@@ -80,33 +94,57 @@ def prior_of(info: RunInfo) -> StepTime:
 
 def _record(recording: Recording, lengths: OutputLengths) -> None:
     session = recording.sessions[-1]
-    info = session.info
+    info, prior = session.info, prior_of(session.info)
     earlier = load_profile(info.model, info.device, info.dtype, info.kernels)
-    work, seconds = observations(recording)
-    steps = int(work[:, 0].sum())
-    if not steps:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    new = observed(*_warmed_up(*observations(recording), prior), now, is_busy())
+    if not new:
         return
-    pairs = lengths.pairs
-    if earlier is not None and len(pairs) < LEAST_LENGTHS:
-        pairs = [*pairs, *earlier.lengths][:CAPACITY]
-    bytes_per_token = lengths.bytes_per_token
-    if earlier is not None and bytes_per_token is None:
-        bytes_per_token = earlier.bytes_per_token
-    keeps_steps = earlier is not None and steps < LEAST_STEPS <= earlier.steps
+    kept = merge(new, earlier.observations if earlier is not None else ())
+    used = trusted(kept)
+    per_token, tokens = info.activation_bytes / max(1, info.max_batch_tokens), info.max_batch_tokens
+    if earlier is not None and tokens < earlier.activation_tokens:
+        per_token, tokens = earlier.activation_bytes, earlier.activation_tokens
+    pairs, bytes_per_token = _text_of(lengths, earlier)
     profile = Profile(
-        date=earlier.date if earlier and keeps_steps else datetime.now(UTC).isoformat(timespec="seconds"),
-        steps=earlier.steps if earlier and keeps_steps else steps,
-        was_busy=earlier.was_busy if earlier and keeps_steps else is_busy(),
-        step_time=earlier.step_time if earlier and keeps_steps else fit(work, seconds, prior_of(info)),
+        date=max(one.date for one in used),
+        steps=round(sum(one.steps for one in used)),
+        measured_tokens=round(max(one.tokens / one.steps for one in used)),
+        was_busy=sum(one.seconds for one in used if one.was_busy) > sum(one.seconds for one in used) / 2,
+        step_time=_fitted(used, prior),
         load_s=_seconds_before_generating(session.phases_s),
-        activation_bytes=info.activation_bytes / max(1, info.max_batch_tokens),
-        lengths=tuple(pairs),
+        activation_bytes=per_token,
+        activation_tokens=tokens,
+        observations=tuple(kept),
+        lengths=pairs,
         bytes_per_token=bytes_per_token,
     )
     if not np.isfinite(astuple(profile.step_time)).all():
         return
     about = {"version": _VERSION, "model": info.model, "device": info.device, "dtype": info.dtype}
     user_state.write_json(_path(info.model, info.device, info.dtype, info.kernels), about | asdict(profile))
+
+
+def _warmed_up(work: Array, seconds: Array, prior: StepTime) -> tuple[Array, Array]:
+    """The observations without the first one where warming up may have taken the most of it."""
+    is_short = len(work) > 1 and float(work[0] @ np.array(astuple(prior))) < _WARM_UP
+    return (work[1:], seconds[1:]) if is_short else (work, seconds)
+
+
+def _fitted(used: Sequence[Observation], prior: StepTime) -> StepTime:
+    values = np.array([(one.steps, one.tokens, one.pairs, one.rows, one.seconds) for one in used])
+    return fit(values[:, :4], values[:, 4], prior)
+
+
+def _text_of(lengths: OutputLengths, earlier: Profile | None) -> tuple[tuple[tuple[int, bool], ...], float | None]:
+    """The lengths of completions and the bytes of a token, with what earlier runs have shown where this one says
+    little."""
+    pairs, bytes_per_token = lengths.pairs, lengths.bytes_per_token
+    if earlier is not None and len(pairs) < LEAST_LENGTHS:
+        pairs = [*pairs, *earlier.lengths][:CAPACITY]
+    if earlier is not None and earlier.bytes_per_token is not None and lengths.tokens < LEAST_TEXT:
+        bytes_per_token = earlier.bytes_per_token
+    return tuple(pairs), bytes_per_token
 
 
 def _seconds_before_generating(phases_s: Mapping[str, float]) -> float:

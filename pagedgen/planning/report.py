@@ -1,7 +1,8 @@
 """A plan as people read it."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from rich import box
 from rich.console import Console
@@ -45,22 +46,32 @@ def plan_sections(plan: Plan, width: int, glyphs: Glyphs) -> list[Section]:
     """Each part's label and lines of at most `width` cells."""
 
     def lines(*items: Text) -> list[Text]:
-        return flow(items, width, glyphs.separator, glyphs.ellipsis)
+        return flow(_broken(items, width), width, glyphs.separator, glyphs.ellipsis)
 
     def wrapped(text: str) -> list[Text]:
-        return [Text(line) for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        return [Text(line) for line in textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)]
 
     sections: list[Section] = [("model", lines(*_model(plan)))]
     sections.append(("rows", lines(*_rows(plan)) + _notes(plan, wrapped)))
     if plan.survey.lengths:
-        sections.append(("prompts", lines(*_prompts(plan)) + _bars(plan.survey.lengths, glyphs)))
+        sections.append(("prompts", lines(*_prompts(plan)) + _bars(plan.survey.lengths, width, glyphs)))
     sections.append(("memory", lines(*_memory(plan))))
     if plan.survey.groups:
         sections[-1][1].extend(lines(*_fitting(plan)) + lines(*_peak(plan)))
         sections.append(("outputs", wrapped(f"each completion {plan.length_source}")))
-        sections.append(("work", lines(*_work(plan)) + wrapped(f"step times: {plan.time_source}")))
+        sections.append(("work", lines(*_work(plan)) + wrapped(_step_times(plan))))
         sections.append(("disk", lines(*_disk(plan))))
     return sections
+
+
+def _broken(items: Iterable[Text], width: int) -> Iterator[Text]:
+    """The items, those that are longer than a line in pieces."""
+    wrap = textwrap.TextWrapper(width, drop_whitespace=False, break_on_hyphens=False).wrap
+    for item in items:
+        pieces = wrap(item.plain) if item.cell_len > width else [item.plain]
+        for piece in item.divide(list(accumulate(map(len, pieces)))[:-1]):
+            piece.rstrip()
+            yield piece
 
 
 def _model(plan: Plan) -> list[Text]:
@@ -72,7 +83,7 @@ def _model(plan: Plan) -> list[Text]:
         value(_count(facts.size.parameters), "parameters"),
         Text(f"{facts.device.type} {str(facts.dtype).removeprefix('torch.')}, {plan.kernels} kernels"),
         named("weights", format_bytes(facts.size.weight_bytes)),
-        named(f"KV{about}", f"{format_bytes(pool.bytes_per_block / plan.block_size)} a token"),
+        named(f"KV{about}", f"{_precisely(pool.bytes_per_block / plan.block_size)} a token"),
         value(format_bytes(pool.bytes_per_block), f"a block of {plan.block_size}"),
     ]
 
@@ -125,23 +136,24 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     return [((first + i) * width, (first + i + 1) * width - 1, count) for i, count in enumerate(counts)]
 
 
-def _bars(lengths: Sequence[int], glyphs: Glyphs) -> list[Text]:
+def _bars(lengths: Sequence[int], width: int, glyphs: Glyphs) -> list[Text]:
     bins = histogram(lengths)
     if len(bins) < 2:
         return []
     most = max(count for _, _, count in bins)
     digits = len(f"{bins[-1][1]:,}")
+    cells = max(1, min(_BAR_WIDTH, width - 2 * digits - len(f"- {most:,} ")))
     result = []
     for start, end, count in bins:
-        bar = glyphs.done * max(bool(count), round(_BAR_WIDTH * count / most))
-        result.append(Text(f"{start:>{digits},}-{end:<{digits},} {bar:<{_BAR_WIDTH}} {count:,}"))
+        bar = glyphs.done * max(bool(count), round(cells * count / most))
+        result.append(Text(f"{start:>{digits},}-{end:<{digits},} {bar:<{cells}} {count:,}"))
     return result
 
 
 def _memory(plan: Plan) -> list[Text]:
     pool = plan.pool
     size = format_bytes(pool.num_blocks * pool.bytes_per_block)
-    source = "as given" if pool.is_given else f"estimate: free are {format_bytes(pool.free_bytes)}"
+    source = "as given" if pool.is_given else f"an estimate; {format_bytes(pool.free_bytes)} of memory are free"
     measured = "as measured" if pool.is_measured else "estimate"
     return [
         Text.assemble("KV pool ", (size, "bold"), f" ({source})"),
@@ -151,7 +163,11 @@ def _memory(plan: Plan) -> list[Text]:
 
 def _fitting(plan: Plan) -> list[Text]:
     return [
-        value(f"{plan.fitting_typical:,}", f"sequences of {plan.typical_tokens:,} tokens fit at a time"),
+        value(
+            f"{plan.fitting_typical:,}",
+            f"{plural(plan.fitting_typical, 'sequence')} of {plan.typical_tokens:,} "
+            f"{plural(plan.typical_tokens, 'token')} {'fits' if plan.fitting_typical == 1 else 'fit'} at a time",
+        ),
         value(f"{plan.fitting_full:,}", f"of the full {plan.max_model_len:,}"),
         Text(f"--max-seqs {plan.max_seqs:,}"),
     ]
@@ -161,10 +177,11 @@ def _peak(plan: Plan) -> list[Text]:
     outcome = plan.outcome
     items = [
         named("peak KV", f"{format_bytes(plan.peak_kv_bytes)} (estimate)"),
-        value(f"{outcome.peak_running:,}", "sequences at a time"),
+        value(f"{outcome.peak_running:,}", f"{plural(outcome.peak_running, 'sequence')} at a time"),
     ]
     if outcome.preemptions:
-        items.append(value(f"{plan.of_all('preemptions'):,}", "preemptions"))
+        preemptions = plan.of_all("preemptions")
+        items.append(value(f"{preemptions:,}", plural(preemptions, "preemption")))
     return items
 
 
@@ -175,9 +192,9 @@ def _work(plan: Plan) -> list[Text]:
     items = [
         named("time", f"{format_seconds(plan.generating_s)} (estimate)"),
         value(f"{plan.steps:,}", plural(plan.steps, "step")),
-        value(f"{tokens_in:,}", "prompt tokens to compute"),
+        value(f"{tokens_in:,}", f"prompt {plural(tokens_in, 'token')} to compute"),
         value(f"{cached:,}", "from the prefix cache"),
-        value(f"{tokens_out:,}", "output tokens"),
+        value(f"{tokens_out:,}", f"output {plural(tokens_out, 'token')}"),
         value(f"{format_rate(tokens_out / seconds)}/s", "out"),
     ]
     if plan.load_s is not None:
@@ -185,14 +202,32 @@ def _work(plan: Plan) -> list[Text]:
     return items
 
 
+def _step_times(plan: Plan) -> str:
+    text = f"step times: {plan.time_source}"
+    if (far := plan.far_tokens) is not None:
+        text += (
+            f"; measured up to {plan.measured_tokens:,} {plural(plan.measured_tokens or 0, 'token')} a step, but this "
+            f"plan has steps of {far:,}: what is beyond comes from rough figures of the machine"
+        )
+    return text
+
+
 def _disk(plan: Plan) -> list[Text]:
-    most = plan.output_bytes
-    short = ALARM if 2 * most > plan.free_disk else "bold"
-    return [
-        named("a folder", f"{format_bytes(most)} at most (estimate)"),
-        named("one file", f"{format_bytes(2 * most)} while its parts are merged"),
-        named("free here", format_bytes(plan.free_disk), short),
-    ]
+    disk = plan.disk
+    short = ALARM if disk.with_parts_bytes > disk.free_bytes else "bold"
+    name = {"parquet": "a Parquet file", "jsonl": "a JSON lines file", "folder": "a folder"}[disk.kind]
+    items = [named(name, f"{format_bytes(disk.output_bytes)} at most, text uncompressed (estimate)")]
+    if disk.kind != "folder":
+        items.append(named("with its parts", format_bytes(disk.with_parts_bytes)))
+    return [*items, named("free there", format_bytes(disk.free_bytes), short)]
+
+
+def _precisely(count: float) -> str:
+    """`22.5 KiB`: with a digit more than `format_bytes`, so that it can be multiplied."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:,.0f} B"
 
 
 def _count(number: int) -> str:

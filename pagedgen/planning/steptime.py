@@ -16,6 +16,10 @@ _SAMPLING_PASSES = 8
 # How far each part of a step may be, relatively, from what the machine's figures say of it.
 _SPREAD = 0.7
 _ROUNDS = 20
+# What has less than this part in the time of any observation is hardly there.
+_LEAST_SHARE = 0.1
+# Steps of so many times the tokens of the largest ones that were measured are still taken to be like them.
+REACH = 4
 # Residuals beyond so many typical ones count as outliers (Huber, 1964).
 _OUTLIER = 2.0
 
@@ -39,6 +43,23 @@ class StepTime:
             + self.per_pair * work.attention_pairs
             + self.per_row * work.sampled_rows
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedTime:
+    """The seconds of a step by `near`, which was measured; what a step has beyond `reach` tokens takes what `far`, the
+    machine's figures, says: steps of a few tokens tell little of steps of thousands."""
+
+    near: StepTime
+    reach: float
+    far: StepTime
+
+    def __call__(self, work: StepWork) -> float:
+        if work.computed_tokens <= self.reach:
+            return self.near(work)
+        share = self.reach / work.computed_tokens
+        near, far = (time(work) - time.per_step for time in (self.near, self.far))
+        return self.near.per_step + share * near + (1 - share) * far
 
 
 def roofline(
@@ -70,11 +91,14 @@ def fit(work: Array, seconds: Array, prior: StepTime) -> StepTime:
     """The non-negative coefficients that explain the seconds best, outliers left aside.
 
     work [N, 4] and seconds [N] as of `observations`, at least one. What the observations leave open (steps that are all
-    alike cannot tell its parts apart) comes from the prior, scaled to the seconds as a whole.
+    alike cannot tell its parts apart) comes from the prior, scaled to the seconds as a whole; but for a part that they
+    hardly have, of which that scale says nothing.
     """
-    expected = work @ np.array(astuple(prior))
+    of_prior = np.array(astuple(prior))
+    expected = work @ of_prior
     scale = float(np.median(seconds / expected))
-    units = np.array(astuple(prior)) * scale
+    has = (work * of_prior / expected[:, None]).max(axis=0) >= _LEAST_SHARE
+    units = np.where(has, scale, 1.0) * of_prior
     # A step's time varies in proportion to its root: then long intervals count as the many steps that they are.
     spread = np.sqrt(expected * scale)
     rows, target = work * units / spread[:, None], seconds / spread

@@ -90,7 +90,7 @@ class Surveyor:
                     continue
                 found.groups.append(group)
                 found.sequences += group.num_slots
-                found.completions += 1 if group.beam is not None else group.first.params.n
+                found.completions += group.first.params.n if group.beam is None else group.beam.params.num_return
                 found.may_stop += bool(group.first.end_ids)
                 found.lengths.append(group.first.num_prompt)
                 found.shared_tokens += self._shared(group)

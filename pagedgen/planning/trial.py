@@ -1,13 +1,13 @@
 """The simulated run of a plan's rows, and what it says of all of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagedgen.config import EngineConfig
 from pagedgen.planning.survey import END_ID
 from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.scheduler import Scheduler
-from pagedgen.scheduling.sequence import SequenceGroup
+from pagedgen.scheduling.sequence import SequenceGroup, mix64
 from pagedgen.simulation import OutputLength, Simulation, StepCost
 from pagedgen.stats.types import StepSample
 from pagedgen.step import SlotArrays
@@ -25,8 +25,10 @@ class Outcome:
     """rows: that were simulated. prompt_tokens: computed, without cached_tokens, which were in the prefix cache.
     peak_blocks: referenced at a time; peak_running: sequences at a time. seconds: on the simulated clock.
 
-    full_from, full_to: (rows finished, seconds, steps) when the first row ended, and when the last one did while others
-    still waited: in between the run was in full swing.
+    step_tokens: computed by each step.
+
+    full_from, full_to: (rows finished, seconds, steps, output tokens) when the first row ended, and when the last one
+    did while others still waited: in between the run was in full swing.
     """
 
     rows: int = 0
@@ -38,21 +40,23 @@ class Outcome:
     peak_blocks: int = 0
     peak_running: int = 0
     preemptions: int = 0
-    full_from: tuple[int, float, int] | None = None
-    full_to: tuple[int, float, int] | None = None
+    step_tokens: list[int] = field(default_factory=list)
+    full_from: tuple[int, float, int, int] | None = None
+    full_to: tuple[int, float, int, int] | None = None
 
     def add(self, sample: StepSample) -> None:
         self.steps += 1
+        self.step_tokens.append(sample.computed_tokens)
+        self.output_tokens += sample.output_tokens
         if sample.finished_rows:
             self.rows += len(sample.finished_rows)
-            now = self.rows, sample.end, self.steps
+            now = self.rows, sample.end, self.steps, self.output_tokens
             self.full_from = self.full_from or now
             if sample.waiting:
                 self.full_to = now
         self.seconds = sample.end
         self.prompt_tokens += sample.prompt_tokens
         self.cached_tokens += sample.cached_prompt_tokens
-        self.output_tokens += sample.output_tokens
         self.peak_blocks = max(self.peak_blocks, sample.used_blocks)
         self.peak_running = max(self.peak_running, sample.running)
         self.preemptions += sample.preemptions
@@ -63,11 +67,11 @@ class Outcome:
 
     def time_for(self, rows: float) -> tuple[float, float]:
         """(seconds, steps) of so many rows, at least those that were simulated: the further ones come while the run is
-        in full swing, so that its beginning and end count once."""
-        begin, end, further = self.full_from, self.full_to, rows - self.rows
-        if begin is None or end is None or end[0] - begin[0] < self.rows * _LEAST_IN_FULL_SWING:
+        in full swing, so that its beginning and end count once. They take it as long as it took for their tokens."""
+        begin, end = self.full_from, self.full_to
+        if begin is None or end is None or end[0] - begin[0] < self.rows * _LEAST_IN_FULL_SWING or end[3] == begin[3]:
             return self.sum_for(rows, "seconds"), self.sum_for(rows, "steps")
-        share = further / (end[0] - begin[0])
+        share = (self.sum_for(rows, "output_tokens") - self.output_tokens) / (end[3] - begin[3])
         return self.seconds + (end[1] - begin[1]) * share, self.steps + (end[2] - begin[2]) * share
 
 
@@ -93,7 +97,8 @@ def simulate(
 
 
 def choose(groups: Sequence[SequenceGroup], lengths: OutputLength, max_seqs: int) -> list[SequenceGroup]:
-    """As many of the groups as there is time for, evenly spread, in their order."""
+    """As many of the groups as there is time for, spread over all of them, in their order: one of each stretch of them,
+    at no fixed distance, as lengths may come back at one."""
     if not groups:
         return []
     slots = sum(group.num_slots for group in groups) / len(groups)
@@ -102,4 +107,5 @@ def choose(groups: Sequence[SequenceGroup], lengths: OutputLength, max_seqs: int
     count = max(round(len(groups) * most / max(1, tokens)), round(_LEAST_ROUNDS * max_seqs / slots))
     if count >= len(groups):
         return list(groups)
-    return [groups[i * len(groups) // count] for i in range(count)]
+    stretches = [(i * len(groups) // count, (i + 1) * len(groups) // count) for i in range(count)]
+    return [groups[start + mix64(i + 1) % (end - start)] for i, (start, end) in enumerate(stretches)]
