@@ -10,6 +10,7 @@ from pagedgen.request import BeamParams, Status
 
 Device = Literal["auto", "cuda", "cpu"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Quantize = Literal["int8"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 Keep = Literal["all", "none"] | tuple[str, ...]
 Format = Literal["rows", "openai"]
@@ -27,12 +28,14 @@ class EngineConfig:
     kv_memory: bytes of the KV pool; None takes what is free after the weights and the measured activation peak.
     block_size: tokens a KV block holds. max_batch_tokens: most tokens computed in one step.
     max_seqs: most sequences that run at a time. max_model_len: longest prompt plus completion in tokens; None is the
-        model's own limit. trust_remote_code: run the Python code that comes with a model's files, where it needs it.
+    model's own limit. quantize: "int8" computes the decoder's linear layers in eight bits, on a CPU (W8A8, dynamic).
+    trust_remote_code: run the Python code that comes with a model's files, where it needs it.
     """
 
     model: str | None = None
     device: Device = "auto"
     dtype: Dtype = "auto"
+    quantize: Quantize | None = None
     kv_memory: int | None = None
     block_size: int = 16
     max_batch_tokens: int = 2048
@@ -42,12 +45,18 @@ class EngineConfig:
     on_too_long: OnTooLong = "error"
     trust_remote_code: bool = False
 
+    def kernels_name(self, attention: str) -> str:
+        """What reports call what runs, with attention by this backend."""
+        return attention if self.quantize is None else f"{attention} {self.quantize}"
+
     def __post_init__(self) -> None:
         """Raises UsageError for a number that can never work."""
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= _MOST:
                 raise UsageError(f"{name} is {value}, but it must be from {least} to {_MOST}")
+        if self.quantize not in (None, *get_args(Quantize)):
+            raise UsageError(f"quantize is {self.quantize!r}, but it must be one of {', '.join(get_args(Quantize))}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(choices)}")

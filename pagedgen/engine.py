@@ -13,9 +13,11 @@ from pagedgen.execution.attention import choose_backend
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.memory import device_bytes, free_unused_memory, is_out_of_memory, naming_memory, size_pool
 from pagedgen.execution.runner import ModelRunner
+from pagedgen.models.llama import LlamaModel
 from pagedgen.models.loader import load_model
 from pagedgen.observer import StepObserver, StepTimes
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids
+from pagedgen.quantizing import quantize_model
 from pagedgen.request import Completion, FinishReason, Request, Status
 from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.scheduler import Scheduler
@@ -59,6 +61,10 @@ class Engine:
         self.end_ids = frozenset(token_id for token_id in end_ids if 0 <= token_id < spec.vocab_size)
         self.default_params = defaults_from_generation_config(self.generation_config, {})
         self.max_model_len = config.max_model_len or spec.max_position
+        if config.quantize is not None and isinstance(self.model, LlamaModel):
+            phase("quantizing")
+            quantize_model(self.model, self.tokenizer)
+            self.spec = spec = self.model.spec
         phase("measuring memory")
         attention = choose_backend(spec.device)
         self.attention_name, self.kernels_note = attention.name, attention.note
@@ -90,7 +96,7 @@ class Engine:
             model=spec.name,
             device=spec.device.type,
             dtype=str(spec.dtype).removeprefix("torch."),
-            kernels=self.attention_name,
+            kernels=self.config.kernels_name(self.attention_name),
             kv_bytes=self.kv_bytes,
             kv_blocks=self.blocks.num_blocks,
             block_size=self.blocks.block_size,

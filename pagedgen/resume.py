@@ -15,7 +15,7 @@ from pagedgen.data.readers import InputSource
 from pagedgen.errors import UsageError
 
 # What an engine's configuration has that changes results and is no matter of where and how fast they are computed.
-_ENGINE_SETTINGS = ("dtype", "max_model_len", "on_too_long")
+_ENGINE_SETTINGS = ("dtype", "quantize", "max_model_len", "on_too_long")
 _FILE_KINDS = "the model's {}"
 _FLAGS = {"num_return": "return"}
 

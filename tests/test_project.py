@@ -36,7 +36,19 @@ ALLOWED: dict[str, set[str]] = {
     "admission": {"values", "scheduling", "text"},
     "observer": {"values", "scheduling", "stats"},
     "simulation": {"values", "scheduling", "observer", "stats"},
-    "engine": {"values", "admission", "observer", "scheduling", "execution", "models", "models.base", "text", "stats"},
+    "quantizing": {"values", "execution", "models", "models.base", "text"},
+    "engine": {
+        "values",
+        "admission",
+        "quantizing",
+        "observer",
+        "scheduling",
+        "execution",
+        "models",
+        "models.base",
+        "text",
+        "stats",
+    },
     "job_setup": {"values", "data"},
     "planning": {
         *(

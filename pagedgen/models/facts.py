@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pagedgen.models import source as sources
 from pagedgen.models.llama import is_native
 from pagedgen.models.rope import RotaryEmbedding
 from pagedgen.models.source import ModelSource
-from pagedgen.models.support import check_length, check_supported, resolve_device, resolve_dtype
+from pagedgen.models.support import check_length, check_quantize, check_supported, resolve_device, resolve_dtype
 from pagedgen.models.weights import Checkpoint
 
 _META = torch.device("meta")
@@ -73,7 +73,7 @@ def model_facts(config: EngineConfig) -> Iterator[ModelFacts]:
     if source.kind == "gguf":
         with _gguf_folder(source, config, device) as (folder, dtype, hf_config):
             check_length(config.max_model_len, hf_config)
-            yield _native_facts(source.name, hf_config, folder, None, dtype, device)
+            yield _in_eight_bits(config, _native_facts(source.name, hf_config, folder, None, dtype, device))
         return
     own_code = config.trust_remote_code
     folder = sources.fetch_config(source, own_code)
@@ -88,9 +88,18 @@ def model_facts(config: EngineConfig) -> Iterator[ModelFacts]:
     dtype = resolve_dtype(config.dtype, declared, device)
     check_length(config.max_model_len, hf_config)
     if not needs_code and is_native(hf_config):
-        yield _native_facts(source.name, hf_config, folder, checkpoint, dtype, device)
+        facts = _native_facts(source.name, hf_config, folder, checkpoint, dtype, device)
     else:
-        yield _hook_facts(source.name, hf_config, folder, dtype, device, needs_code)
+        facts = _hook_facts(source.name, hf_config, folder, dtype, device, needs_code)
+    yield _in_eight_bits(config, facts)
+
+
+def _in_eight_bits(config: EngineConfig, facts: ModelFacts) -> ModelFacts:
+    """The facts with the layers' weights quantized, if they are to be; their scales are left out."""
+    if not check_quantize(config, facts.device):
+        return facts
+    saved = facts.size.active * (facts.dtype.itemsize - 1)
+    return replace(facts, size=replace(facts.size, weight_bytes=facts.size.weight_bytes - saved))
 
 
 @contextlib.contextmanager

@@ -31,7 +31,9 @@ _ANYTHING = (Exception,)
 class HookModel:
     """A `transformers` decoder over the paged cache; see `Model` for its calls. `forward` returns logits already."""
 
-    def __init__(self, name: str, module: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, module: Any, dtype: torch.dtype, device: torch.device, quantize: bool = False
+    ) -> None:
         self.module = module
         parameters = inspect.signature(module.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -41,7 +43,7 @@ class HookModel:
             adapt_falcon(module)
         weight_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         if device.type == "cpu":
-            packed = pack_linears(module)
+            packed = pack_linears(module, quantize)
             weight_bytes = packed + sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         self._folds_lengths = follow_lengths(module)
         self._set_attention(ATTENTION_NAME)
@@ -132,7 +134,12 @@ def _check_windows(config: Any, probe: Probe) -> None:
 
 
 def load_hf_model(
-    name: str, folder: Path, dtype: torch.dtype, device: torch.device, own_code: bool = False
+    name: str,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    own_code: bool = False,
+    quantize: bool = False,
 ) -> HookModel:
     """Load and self-check a model, with own_code by the Python code that comes with it. Raises PagedgenError, naming
     it, when it cannot be loaded or the hook does not fit it."""
@@ -142,7 +149,7 @@ def load_hf_model(
     module = _load_module(name, folder, dtype, own_code).to(device).eval().requires_grad_(False)
     misfits = _ANYTHING if own_code else _MISFITS
     try:
-        model = HookModel(name, module, dtype, device)
+        model = HookModel(name, module, dtype, device, quantize)
         self_check(model, choose_backend(device))
     except misfits as error:
         raise PagedgenError(

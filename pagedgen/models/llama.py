@@ -4,8 +4,9 @@ Sources: Touvron et al., 2023 (LLaMA); Jiang et al., 2023 (Mistral 7B); the Qwen
 of casts is that of `transformers`, so that logits agree.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -14,8 +15,9 @@ from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch
 from pagedgen.execution.kv_cache import KVCache, LayerKV
 from pagedgen.models.base import ModelSpec
-from pagedgen.models.linear import Linear, make_linear
+from pagedgen.models.linear import Linear, linear_bytes, make_linear
 from pagedgen.models.rope import RotaryEmbedding
+from pagedgen.models.smoothing import LayerParts, LayerRanges, Projection, RangeRecorder, smooth
 from pagedgen.models.weights import Checkpoint
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
@@ -42,6 +44,15 @@ class _Layer:
     use_rope: bool
 
 
+class _Recorders(NamedTuple):
+    """Of one layer's linear layers, in the order of LayerRanges."""
+
+    qkv: RangeRecorder
+    output: RangeRecorder
+    gate_up: RangeRecorder
+    down: RangeRecorder
+
+
 class LlamaModel:
     """A decoder over packed weights; see `Model` for its calls."""
 
@@ -52,7 +63,7 @@ class LlamaModel:
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        loader = _Loader(config, checkpoint, dtype, device)
+        self._loader = loader = _Loader(config, checkpoint, dtype, device)
         self._embedding = loader.tensor("model.embed_tokens.weight")
         self._layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), loader.tensor("model.norm.weight"))
@@ -70,6 +81,28 @@ class LlamaModel:
             weight_bytes=loader.bytes,
             kv_depends_on_length=self._rope.depends_on_length,
         )
+
+    def quantize(self, run: Callable[[], None]) -> None:
+        """Put layers of eight bits in place of all there are but the head, whose errors nothing evens out. run: runs
+        some text through the model, which shows how large the inputs of the layers get."""
+        recorders = [
+            _Recorders(*map(RangeRecorder, (layer.qkv, layer.output, layer.gate_up, layer.down)))
+            for layer in self._layers
+        ]
+        pairs = zip(self._layers, recorders, strict=True)
+        self._layers = tuple(
+            replace(layer, qkv=r.qkv, output=r.output, gate_up=r.gate_up, down=r.down) for layer, r in pairs
+        )
+        run()
+        ranges = [LayerRanges(*(recorder.measured for recorder in found)) for found in recorders]
+        recorders.clear()
+        loader, layers = self._loader, list(self._layers)
+        self._layers = ()
+        for index, found in enumerate(ranges):  # each in turn, so that two whole models are never held
+            layers[index] = loader.quantized_layer(index, found, self._head_dim, layers[index])
+        self._layers = tuple(layers)
+        self._next_norms = (*(layer.input_norm for layer in layers[1:]), self._next_norms[-1])
+        self.spec = replace(self.spec, weight_bytes=loader.bytes)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """The normalised hidden states of `batch.logit_rows`, [R, hidden_size]."""
@@ -162,6 +195,43 @@ class _Loader:
             window=self._window(index),
             use_rope=self._config.model_type != "smollm3" or bool(self._config.no_rope_layers[index]),
         )
+
+    def quantized_layer(self, index: int, ranges: LayerRanges, head_dim: int, layer: _Layer) -> _Layer:
+        """The layer once more, of eight bits."""
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        parts = LayerParts(
+            input_norm=layer.input_norm,
+            q=self._projection(f"{attention}.q_proj", self._qkv_bias),
+            k=self._projection(f"{attention}.k_proj", self._qkv_bias),
+            v=self._projection(f"{attention}.v_proj", self._qkv_bias),
+            output=self._projection(f"{attention}.o_proj", self._output_bias),
+            post_norm=layer.post_norm,
+            gate=self._projection(f"{mlp}.gate_proj", self._mlp_bias),
+            up=self._projection(f"{mlp}.up_proj", self._mlp_bias),
+            down=self._projection(f"{mlp}.down_proj", self._mlp_bias),
+        )
+        self.bytes -= sum(p.weight.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in parts.projections)
+        smoothed = smooth(parts, ranges, head_dim)
+        return replace(
+            layer,
+            input_norm=smoothed.input_norm.to(self._dtype),
+            qkv=self._quantized(smoothed.q, smoothed.k, smoothed.v),
+            output=self._quantized(smoothed.output),
+            post_norm=smoothed.post_norm.to(self._dtype),
+            gate_up=self._quantized(smoothed.gate, smoothed.up),
+            down=self._quantized(smoothed.down),
+        )
+
+    def _projection(self, name: str, has_bias: bool) -> Projection:
+        names = (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)
+        return Projection(*(self._checkpoint.load(each, self._dtype, self._device) for each in names))
+
+    def _quantized(self, *projections: Projection) -> Linear:
+        biases = [p.bias for p in projections if p.bias is not None]
+        weight, bias = torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
+        self.bytes += linear_bytes(weight, bias, True)
+        return make_linear(weight, bias, True)
 
     def head(self, embedding: torch.Tensor) -> Linear:
         """The LM head; a tied one repacks the embedding. A head that the checkpoint has wins over a config that ties

@@ -10,7 +10,14 @@ from pagedgen.models import source as sources
 from pagedgen.models.base import Model
 from pagedgen.models.llama import LlamaModel, is_native
 from pagedgen.models.source import ModelSource, resolve_model
-from pagedgen.models.support import check_length, check_memory, check_supported, resolve_device, resolve_dtype
+from pagedgen.models.support import (
+    check_length,
+    check_memory,
+    check_quantize,
+    check_supported,
+    resolve_device,
+    resolve_dtype,
+)
 from pagedgen.models.weights import Checkpoint
 
 __all__ = [
@@ -72,12 +79,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         own_code = sources.needs_own_code(folder)
         checkpoint = Checkpoint(folder)
         dtype = resolve_dtype(config.dtype, _checkpoint_dtype(hf_config, checkpoint), device)
+    quantize = check_quantize(config, device)
     check_length(config.max_model_len, hf_config)
     check_memory(source.name, _weight_bytes(hf_config, checkpoint, dtype, device), device, dtype)
     if own_code or not is_native(hf_config):
         from pagedgen.models.hf import load_hf_model
 
-        model: Model = load_hf_model(source.name, folder, dtype, device, own_code)
+        model: Model = load_hf_model(source.name, folder, dtype, device, own_code, quantize)
     else:
         model = LlamaModel(source.name, hf_config, checkpoint, dtype, device)
     return LoadedModel(model, str(folder), sources.read_generation_config(folder), hf_config)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pagedgen.config import Device, Dtype
+from pagedgen.config import Device, Dtype, EngineConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.memory import available_memory
 from pagedgen.models.llama import MODEL_TYPES
@@ -122,6 +122,13 @@ def _cpu_has_bf16() -> bool:
         return bool(torch.cpu._is_avx512_bf16_supported())
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def check_quantize(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the linear layers are to be quantized. Raises UsageError where they cannot be."""
+    if config.quantize is not None and device.type != "cpu":
+        raise UsageError(f"--quantize {config.quantize} is for CPUs, but the device is {device.type}; leave it out")
+    return config.quantize is not None
 
 
 def check_length(max_model_len: int | None, config: Any) -> None:
