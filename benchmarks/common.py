@@ -14,6 +14,8 @@ from typing import NoReturn
 import numpy as np
 import psutil
 
+from pagedgen.planning.machine import processor_name
+
 RESULTS = Path("build/bench")
 ANSWER = "answer: "
 
@@ -24,7 +26,7 @@ def describe_machine() -> dict[str, str | float]:
 
     versions = {name: importlib.metadata.version(name) for name in ("pagedgen", "torch", "transformers")}
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count() or 0,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_1min": round(os.getloadavg()[0], 2),
@@ -33,15 +35,6 @@ def describe_machine() -> dict[str, str | float]:
         "python": platform.python_version(),
         **versions,
     }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def alternate(contestants: Mapping[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ from pagedgen.data.manifest import Manifest, pack_schema, utc_now
 from pagedgen.data.merge import ToLines, json_lines
 from pagedgen.data.openai_batch import Endpoint, is_batch, model_of, request_columns
 from pagedgen.data.openai_format import openai_lines
-from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
+from pagedgen.data.readers import InputSource
 from pagedgen.data.schema import OutputColumns, TokenStrings
 from pagedgen.data.writer import ShardedWriter
 from pagedgen.errors import PagedgenError, RowError, UsageError
@@ -28,8 +28,8 @@ from pagedgen.interrupts import EXIT_CODE, Interrupts
 from pagedgen.job_setup import (
     check_against_vocabulary,
     check_options,
-    naming_input,
     naming_paths,
+    open_rows,
     output_columns,
     output_config,
 )
@@ -45,7 +45,7 @@ from pagedgen.stats.live import LiveDisplay, stderr_console
 from pagedgen.stats.summary import print_summary
 from pagedgen.stats.text import plural
 from pagedgen.stats.types import GENERATING, StepSample
-from pagedgen.text.prompts import PromptRenderer, require_prompt_column
+from pagedgen.text.prompts import PromptRenderer
 
 if TYPE_CHECKING:
     from pagedgen.engine import Engine
@@ -78,11 +78,7 @@ def run_job(config: JobConfig, stdin: BinaryIO | None = None, files: FileLayer |
     for what the command got wrong, and JobInterrupted after Ctrl-C.
     """
     config = check_options(config)
-    with naming_paths():
-        source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
-    if (names := source.columns.names) and not is_batch(names):  # there are none where no row can be read
-        with naming_input(source):
-            require_prompt_column(names, config.prompt)
+    source = open_rows(config, stdin)
     output = output_config(config, source)
     with naming_paths():
         layout = prepare_output(output, source.files)

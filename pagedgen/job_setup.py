@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -12,11 +13,12 @@ from pagedgen.beam_params import beam_flag, validate_beam
 from pagedgen.config import JobConfig, OutputConfig
 from pagedgen.data.manifest import Manifest, unpack_schema
 from pagedgen.data.openai_batch import is_batch
-from pagedgen.data.readers import InputSource
+from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
 from pagedgen.data.schema import OutputColumns
 from pagedgen.errors import UsageError
 from pagedgen.params import defaults_from_generation_config
 from pagedgen.request import SamplingParams
+from pagedgen.text.prompts import require_prompt_column
 
 
 @contextmanager
@@ -28,13 +30,16 @@ def naming_paths() -> Iterator[None]:
         raise UsageError(f"{error.filename} cannot be used: {error.strerror}; check the path") from error
 
 
-@contextmanager
-def naming_input(source: InputSource) -> Iterator[None]:
-    """Let a UsageError that begins with "The input" say which."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(re.sub("^The input ", lambda _: f"{source.description} ", str(error))) from None
+def open_rows(config: JobConfig, stdin: BinaryIO | None) -> InputSource:
+    """The job's input, which has a column that can be its prompt. stdin: what the path `-` reads. Raises UsageError."""
+    with naming_paths():
+        source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
+    if (names := source.columns.names) and not is_batch(names):  # there are none where no row can be read
+        try:
+            require_prompt_column(names, config.prompt)
+        except UsageError as error:
+            raise UsageError(re.sub("^The input ", lambda _: f"{source.description} ", str(error))) from None
+    return source
 
 
 def check_options(config: JobConfig) -> JobConfig:

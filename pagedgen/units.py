@@ -45,3 +45,11 @@ def format_bytes(count: float) -> str:
             break
         value, unit = value / 1024, bigger
     return f"{value:.1f} {unit}" if unit != "B" and value < 9.95 else f"{value:,.0f} {unit}"
+
+
+def format_bytes_finely(count: float) -> str:
+    """`22.5 KiB`: with a digit more than `format_bytes`, so that it can be multiplied."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:,.0f} B"

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         "text",
         "stats",
     },
-    "job_setup": {"values", "data"},
+    "job_setup": {"values", "data", "text"},
     "planning": {
         *(
             "values",

@@ -45,7 +45,7 @@ _GPU_BANDWIDTH_SHARE, _GPU_FLOPS_SHARE = 0.7, 0.4
 def machine_name(device: str) -> str:
     """The name of the processor, or for `cuda` of the accelerator."""
     if device != "cuda":
-        return _processor()
+        return processor_name()
     import torch
 
     return str(torch.cuda.get_device_name())
@@ -89,7 +89,8 @@ def _rates(bandwidth: float, flops: float) -> str:
     return f"{bandwidth / 1e9:,.0f} GB/s, {flops / 1e9:,.0f} GFLOP/s"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the machine calls its processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

@@ -9,9 +9,8 @@ from typing import Any, BinaryIO
 from pagedgen.admission import Admission, Limits
 from pagedgen.config import JobConfig
 from pagedgen.data.openai_batch import is_batch
-from pagedgen.data.readers import open_bundled_prompts, open_input
 from pagedgen.execution.attention import choose_backend
-from pagedgen.job_setup import check_against_vocabulary, check_options, naming_input, naming_paths
+from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths, open_rows
 from pagedgen.models.facts import ModelFacts, model_facts
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids, unsupported_in_generation_config
 from pagedgen.planning.disk import Amounts, DiskUse, OutputSize
@@ -25,7 +24,7 @@ from pagedgen.planning.store import plan_key, save_plan
 from pagedgen.planning.survey import Survey, Surveyor
 from pagedgen.planning.trial import Outcome, simulate
 from pagedgen.request import SamplingParams
-from pagedgen.text.prompts import PromptRenderer, require_prompt_column
+from pagedgen.text.prompts import PromptRenderer
 from pagedgen.text.tokenizer import Tokenizer
 
 # More of the tokens than this in steps far larger than any that were measured is worth a word.
@@ -141,16 +140,13 @@ def make_plan(
     UsageError for what the run itself would refuse.
     """
     config = check_options(config)
+    source = open_rows(config, stdin)
     with naming_paths():
-        source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
-        if (names := source.columns.names) and not is_batch(names):  # there are none where no row can be read
-            with naming_input(source):
-                require_prompt_column(names, config.prompt)
         output = OutputSize(config, source)
         key = plan_key(config, source)
     with naming_paths(), _setup(config, warn) as setup:
         sample = sample_rows(source)
-        surveyor = Surveyor(config, setup.renderer, setup.admission, setup.defaults, is_batch(names))
+        surveyor = Surveyor(config, setup.renderer, setup.admission, setup.defaults, is_batch(source.columns.names))
         survey = surveyor.survey(sample.records)
     plan = _plan(config, source.description, output, setup, sample, survey, output_tokens)
     if survey.groups:

@@ -4,42 +4,24 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from pagedgen.planning.plan import Plan
 from pagedgen.stats.dashboard import ALARM, named, value
+from pagedgen.stats.summary import FRAME_WIDTH, LABEL_WIDTH, MAX_WIDTH, Section, print_sections
 from pagedgen.stats.text import Glyphs, flow, format_percent, format_rate, format_seconds, plural
-from pagedgen.units import format_bytes
+from pagedgen.units import format_bytes, format_bytes_finely
 
-MAX_WIDTH = 96
-LABEL_WIDTH = 8
-# The table's edges and the padding of its two columns.
-_FRAME_WIDTH = 7
 _BAR_WIDTH = 24
 _BINS = 8
-
-Section = tuple[str, list[Text]]
 
 
 def print_plan(console: Console, plan: Plan) -> None:
     """A table on a terminal, else the same as plain lines."""
     glyphs = Glyphs.of(console)
-    width = max(min(console.width, MAX_WIDTH) - LABEL_WIDTH - _FRAME_WIDTH, 20)
-    sections = plan_sections(plan, width, glyphs)
-    if not console.is_terminal:
-        for label, lines in sections:
-            for index, line in enumerate(lines):
-                console.out(f"{'' if index else label:<{LABEL_WIDTH + 1}} {line.plain}", highlight=False)
-        return
-    table = Table(box=box.ROUNDED, show_header=False, border_style="dim", safe_box=True)
-    table.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, lines in sections:
-        table.add_row(label, Text("\n").join(lines))
-    console.print(table)
+    width = max(min(console.width, MAX_WIDTH) - LABEL_WIDTH - FRAME_WIDTH, 20)
+    print_sections(console, plan_sections(plan, width, glyphs))
 
 
 def plan_sections(plan: Plan, width: int, glyphs: Glyphs) -> list[Section]:
@@ -83,7 +65,7 @@ def _model(plan: Plan) -> list[Text]:
         value(_count(facts.size.parameters), "parameters"),
         Text(f"{facts.device.type} {str(facts.dtype).removeprefix('torch.')}, {plan.kernels} kernels"),
         named("weights", format_bytes(facts.size.weight_bytes)),
-        named(f"KV{about}", f"{_precisely(pool.bytes_per_block / plan.block_size)} a token"),
+        named(f"KV{about}", f"{format_bytes_finely(pool.bytes_per_block / plan.block_size)} a token"),
         value(format_bytes(pool.bytes_per_block), f"a block of {plan.block_size}"),
     ]
 
@@ -220,14 +202,6 @@ def _disk(plan: Plan) -> list[Text]:
     if disk.kind != "folder":
         items.append(named("with its parts", format_bytes(disk.with_parts_bytes)))
     return [*items, named("free there", format_bytes(disk.free_bytes), short)]
-
-
-def _precisely(count: float) -> str:
-    """`22.5 KiB`: with a digit more than `format_bytes`, so that it can be multiplied."""
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:,.0f} B"
 
 
 def _count(number: int) -> str:

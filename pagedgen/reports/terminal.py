@@ -22,7 +22,7 @@ from pagedgen.stats.text import (
     format_seconds,
     plural,
 )
-from pagedgen.units import format_bytes
+from pagedgen.units import format_bytes, format_bytes_finely
 
 LABEL_WIDTH = 9
 MAX_WIDTH = 100
@@ -159,7 +159,7 @@ def _times(report: RunReport) -> list[Text]:
 def _pool(pool: Pool) -> list[Text]:
     return [
         value(format_bytes(pool.bytes), f"in {pool.blocks:,} blocks of {pool.block_size} tokens"),
-        value(format_bytes(pool.bytes_per_token), "a token"),
+        value(format_bytes_finely(pool.bytes_per_token), "a token"),
         Text.assemble("peak ", value(format_bytes(pool.peak_bytes), f"({format_percent(pool.peak_share, 1)})")),
         Text.assemble("mean ", value(format_bytes(pool.mean_bytes), f"({format_percent(pool.mean_share, 1)})")),
         value(format_bytes(pool.mean_cached_bytes), "cached"),

@@ -1,6 +1,7 @@
 """The table at the end of a run."""
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -28,12 +29,18 @@ MAX_ERROR_LINES = 3
 # The table's edges and the padding of its two columns.
 FRAME_WIDTH = 7
 
+Section = tuple[str, list[Text]]
+
 
 def print_summary(console: Console, snapshot: StatsSnapshot, output: Path) -> None:
     """Print the summary of a run that wrote `output`: a table on a terminal, else the same as plain lines."""
     glyphs = Glyphs.of(console)
     width = max(min(console.width, MAX_WIDTH) - LABEL_WIDTH - FRAME_WIDTH, 10)
-    sections = summary_sections(snapshot, output, width, glyphs)
+    print_sections(console, summary_sections(snapshot, output, width, glyphs))
+
+
+def print_sections(console: Console, sections: Sequence[Section]) -> None:
+    """Labels and their lines: a table on a terminal, else plain lines."""
     if not console.is_terminal:
         for label, lines in sections:
             for index, line in enumerate(lines):
@@ -47,7 +54,7 @@ def print_summary(console: Console, snapshot: StatsSnapshot, output: Path) -> No
     console.print(table)
 
 
-def summary_sections(s: StatsSnapshot, output: Path, width: int, glyphs: Glyphs) -> list[tuple[str, list[Text]]]:
+def summary_sections(s: StatsSnapshot, output: Path, width: int, glyphs: Glyphs) -> list[Section]:
     """Each part's label and lines. Only the output's path may be wider than `width`: it is never cut."""
 
     def lines(items: list[Text]) -> list[Text]:
