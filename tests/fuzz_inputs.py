@@ -51,6 +51,8 @@ class Case:
     def failure(self) -> str | None:
         if self.broken or not self.rows:
             return self.broken or "no rows"
+        if not self.names:  # no row can be read, so each has its outcome
+            return None
         return None if self.is_batch or self.names & set(PROMPTS) else "no prompt column"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
