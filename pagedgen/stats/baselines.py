@@ -58,16 +58,14 @@ class Baselines:
         self._grow(int(running.slots.max(initial=-1)) + 1)
         keys = np.full(len(self._keys), _EMPTY, np.int64)
         keys[running.slots] = running.rows * _SAMPLES + running.samples
-        for slot in np.flatnonzero(keys != self._keys).tolist():
+        changed = keys != self._keys
+        for slot in np.flatnonzero(changed & (self._keys != _EMPTY)).tolist():
             self._close(slot, begin)
-            self._since[slot] = begin
+        self._since[changed] = begin
         self._keys = keys
         self._lengths[running.slots] = running.lengths
-        for row in finished_rows:
-            for slot in np.flatnonzero(self._keys // _SAMPLES == row).tolist():
-                self._close(slot, end)
-                self._keys[slot] = _EMPTY
-            self._finish(row)
+        if finished_rows:
+            self._finish(finished_rows, end)
 
     def unfinished(self, end: float) -> list[tuple[float, float, int]]:
         """(start, end, length so far) of the spans whose sequences' final lengths are not known yet."""
@@ -94,14 +92,40 @@ class Baselines:
         span = _Span(float(self._since[slot]), end, int(self._lengths[slot]))
         self._pending.setdefault(row, {}).setdefault(sample, []).append(span)
 
-    def _finish(self, row: int) -> None:
-        for spans in self._pending.pop(row, {}).values():
-            final = max(span.length for span in spans) + 1  # the last token is drawn, but never computed
-            tokens = reserved_tokens(final, self._max_model_len)
-            self.finished += 1
-            self._sums += tokens
-            for span in spans:
-                self._add(span.start, span.end, tokens)
+    def _finish(self, rows: tuple[int, ...], end: float) -> None:
+        """The rows are done. Most have had one time to run, which began with that of others: those go together."""
+        slots = np.flatnonzero(np.isin(self._keys // _SAMPLES, rows))  # an empty key belongs to row -1
+        keys = self._keys[slots]
+        _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        at_once = counts[inverse] == 1
+        if self._pending:
+            at_once &= ~np.isin(keys // _SAMPLES, list(self._pending))
+        for slot in slots[~at_once].tolist():
+            self._close(slot, end)
+        self._keys[slots] = _EMPTY
+        lengths = self._lengths[slots[at_once]] + 1  # the last token is drawn, but never computed
+        self._add_together(self._since[slots[at_once]], end, self._reserved(lengths))
+        for row in rows:
+            for spans in self._pending.pop(row, {}).values():
+                tokens = self._reserved(np.array([max(span.length for span in spans) + 1]))[0]
+                self.finished += 1
+                self._sums += tokens
+                for span in spans:
+                    self._add(span.start, span.end, tokens)
+
+    def _add_together(self, starts: NDArray[np.float64], end: float, tokens: NDArray[np.float64]) -> None:
+        """Sequences that ran without a break from `starts` [N] to `end`; tokens: [N, P], reserved for each."""
+        self.finished += len(starts)
+        self._sums += tokens.sum(axis=0)
+        different, inverse = np.unique(starts, return_inverse=True)
+        for i, start in enumerate(different.tolist()):
+            self._add(start, end, tokens[inverse == i].sum(axis=0))
+
+    def _reserved(self, lengths: NDArray[np.int32]) -> NDArray[np.float64]:
+        """float64 [N, P]: `reserved_tokens` of sequences of these final lengths [N]."""
+        _, exponents = np.frexp(lengths - 1)
+        pow2 = np.minimum(np.left_shift(1, exponents), self._max_model_len)
+        return np.stack([np.full(len(lengths), self._max_model_len), pow2, lengths], axis=1).astype(np.float64)
 
 
 def spread(start: float, end: float, edges: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
