@@ -34,8 +34,13 @@ class Step:
     end: float
     places: list[tuple[int, int, int, tuple[int, ...]]]
     waiting: int
+    computed: int
     prompt_tokens: int = 0
     output_tokens: int = 0
+
+    @property
+    def is_prompts(self):
+        return self.prompt_tokens > 0 or self.computed > len(self.places)
 
     @property
     def seconds(self):
@@ -110,7 +115,7 @@ def observe(scheduler, history, durations, recorder, preempt_every, device):
         ]
         start = now + (number % 3) / 4
         now = start + durations[number % len(durations)]
-        step = Step(start, now, places, len(scheduler.waiting))
+        step = Step(start, now, places, len(scheduler.waiting), int(plan.counts.sum()))
         before = scheduler.counts.prompt_tokens, scheduler.counts.output_tokens
         finished = scheduler.update(plan, device.execute(plan, state))
         step.prompt_tokens, step.output_tokens = (
@@ -202,8 +207,8 @@ def check(recording, history, capacity):
     assert recording.total("steps") == len(steps)
     assert recording.total("step_s") == pytest.approx(math.fsum(step.seconds for step in steps))
     for phase, chosen in {
-        "prompt": [step for step in steps if step.prompt_tokens],
-        "tail": [step for step in steps if not step.prompt_tokens and not step.waiting],
+        "prompt": [step for step in steps if step.is_prompts],
+        "tail": [step for step in steps if not step.is_prompts and not step.waiting],
     }.items():
         assert recording.total(f"{phase}_phase_s") == pytest.approx(math.fsum(step.seconds for step in chosen))
         assert recording.total(f"{phase}_phase_output_tokens") == sum(step.output_tokens for step in chosen)

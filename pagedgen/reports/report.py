@@ -107,8 +107,9 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A kind of steps. name: "prompts": steps that compute prompt tokens; "decoding": those that do not; "tail": of
-    these, those with nothing waiting to take the place of what ends. seconds: their time; rates per second."""
+    """A kind of steps. name: "prompts": steps that compute prompts, or again what was preempted; "decoding": those that
+    do not; "tail": of these, those with nothing waiting to take the place of what ends. seconds: their time; rates per
+    second."""
 
     name: str
     seconds: float
