@@ -15,7 +15,9 @@ from pagedgen.scheduling.beam import BeamSearch
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
 from pagedgen.text.stop import StopChecker
 from pagedgen.text.tokenizer import Tokenizer
-from pagedgen.units import format_bytes
+from pagedgen.units import format_bytes_finely
+
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +149,15 @@ class Admission:
         if max_total - 1 > room:
             needed = shared + width * (-(-(max_total - 1) // size) - shared)
             several = "" if width == 1 else f" in each of {width} sequences"
+            pool, need = limits.num_blocks * limits.bytes_per_block, needed * limits.bytes_per_block
             most = room + 1 - length
-            fits = f"lower --max-tokens to {most}" if most > 0 else "shorten the prompt"
+            fits = f"lower --max-tokens to {most}" if most > 0 else "shorten the prompt and lower --max-tokens"
+            fewer = "" if width == 1 else f", lower --{option}"
             raise RowError(
                 Status.UNFIT,
                 f"{length} prompt tokens and up to {max_total - length} new ones{several} need "
-                f"{format_bytes(needed * limits.bytes_per_block)} of KV memory, but the pool has "
-                f"{format_bytes(limits.num_blocks * limits.bytes_per_block)} ({limits.num_blocks * size} tokens); "
-                f"raise --kv-memory{'' if width == 1 else f', lower {option}'} or {fits}",
+                f"{format_bytes_finely(need)} of KV memory, but the pool has {format_bytes_finely(pool)} "
+                f"({limits.num_blocks * size} tokens); raise --kv-memory to {-(-need // _MIB)}MiB{fewer} or {fits}",
             )
         return max_total
 

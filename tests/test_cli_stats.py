@@ -305,9 +305,23 @@ def test_a_terminal_shows_a_run_that_goes_on_and_gives_the_cursor_back(finished)
     assert b"\x1b[?25h" in shown
 
 
-def test_a_plan_that_is_no_object_is_no_plan(finished):
-    (finished / "plan.json").write_text("[1]")
+@pytest.mark.parametrize("text", ["[1]", "", '{"rows": NaN, "steps": -1, "output_tokens": 1e400}'])
+def test_a_plan_that_is_none_is_not_shown(finished, text):
+    (finished / "plan.json").write_text(text)
     assert "planned" not in report(OUTPUT)
+    assert json.loads(report(OUTPUT, "--json"))["plan"] == []
+
+
+def test_watching_waits_for_a_run_that_is_about_to_begin(finished, monkeypatch):
+    waiting = finished.with_name("waiting")
+    finished.rename(waiting)
+    os.replace(OUTPUT, "elsewhere.parquet")
+    monkeypatch.setattr(show.time, "sleep", lambda _: waiting.rename(finished))
+    assert f"{OUTPUT} · finished" in report(OUTPUT, "--watch")
+    monkeypatch.setattr(show, "BEGINNING", 0.0)
+    code, _, stderr = call("stats", "never.parquet", "--watch")
+    assert code == 2
+    assert "there is no such run" in sentence(stderr)
 
 
 def test_a_plan_is_not_judged_by_a_run_that_has_not_finished(finished):

@@ -145,7 +145,8 @@ def parse_object(text: str) -> tuple[dict[str, Any], str | None]:
     try:
         value = _decode_json(text)
     except json.JSONDecodeError as error:
-        return {}, f"is not valid JSON: {error.msg} at column {error.colno}"
+        message = error.msg.removesuffix(" at")
+        return {}, f"is not valid JSON: {message} at column {error.colno}"
     except ValueError:
         return {}, "holds a number with too many digits"
     except RecursionError:

@@ -1,5 +1,6 @@
 """What was planned for a run beside what came of it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,5 +44,9 @@ def compare_plan(folder: Path, r: Recording, manifest: Manifest) -> tuple[PlanLi
     return tuple(
         PlanLine(name, unit, float(planned[name]), float(value))
         for name, (unit, value) in measured.items()
-        if value is not None and isinstance(planned.get(name), int | float)
+        if value is not None and _is_amount(planned.get(name))
     )
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0

@@ -24,6 +24,8 @@ from pagedgen.stats.text import Glyphs, format_duration, format_percent, format_
 from pagedgen.units import format_bytes
 
 WATCH_INTERVAL, PLAIN_INTERVAL = 1.0, 5.0
+# How long a run that is not there yet may take to begin.
+BEGINNING = 30.0
 
 
 def show_stats(names: Sequence[str], *, as_json: bool, html: Path | None, watch: bool) -> None:
@@ -33,14 +35,14 @@ def show_stats(names: Sequence[str], *, as_json: bool, html: Path | None, watch:
     Raises UsageError for a run that is not there or forms that exclude each other, PagedgenError for a file that cannot
     be written.
     """
-    folders = [find_run_folder(name) for name in names] or [find_run_folder(None)]
     if watch and (as_json or html is not None):
         raise UsageError("--watch shows a run on the terminal; leave --json and --html out")
-    if watch and len(folders) > 1:
+    if watch and len(names) > 1:
         raise UsageError("--watch shows one run; name only one")
     if watch:
-        _watch(folders[0])
+        _watch(_wait_for(names[0]) if names else find_run_folder(None))
         return
+    folders = [find_run_folder(name) for name in names] or [find_run_folder(None)]
     reports = [make_report(read_run(folder)) for folder in folders]
     if html is not None:
         _write_page(reports, html)
@@ -71,6 +73,18 @@ def _write_page(reports: Sequence[RunReport], path: Path) -> None:
     except OSError as error:
         raise write_error(path, error, "or choose another --html") from error
     print(f"written to {path}", file=sys.stderr)
+
+
+def _wait_for(name: str) -> Path:
+    """The run's folder, which comes about only when the model is loaded. Raises UsageError when it does not come."""
+    deadline = time.monotonic() + BEGINNING
+    while True:
+        try:
+            return find_run_folder(name)
+        except UsageError:
+            if time.monotonic() > deadline or Path(name).exists():
+                raise
+        time.sleep(WATCH_INTERVAL)
 
 
 def _watch(folder: Path) -> None:

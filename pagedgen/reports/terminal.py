@@ -158,7 +158,8 @@ def _times(report: RunReport) -> list[Text]:
 
 def _pool(pool: Pool) -> list[Text]:
     return [
-        value(format_bytes(pool.bytes), f"in {pool.blocks:,} blocks of {pool.block_size} tokens"),
+        Text(format_bytes(pool.bytes), "bold"),
+        value(f"{pool.blocks:,}", f"blocks of {pool.block_size} tokens"),
         value(format_bytes_finely(pool.bytes_per_token), "a token"),
         Text.assemble("peak ", value(format_bytes(pool.peak_bytes), f"({format_percent(pool.peak_share, 1)})")),
         Text.assemble("mean ", value(format_bytes(pool.mean_bytes), f"({format_percent(pool.mean_share, 1)})")),
@@ -174,7 +175,8 @@ def _allocations(report: RunReport, width: int, glyphs: Glyphs) -> list[Text]:
     """The table of allocations, and what it says in words."""
     pool = report.pool
     assert pool is not None
-    lines = [Text.assemble((format_percent(pool.waste, 1), "bold"), " of what was allocated held no token (mean)")]
+    said = f"{format_percent(pool.waste, 1)} of what was allocated held no token (mean)"
+    lines = [Text(line) for line in textwrap.wrap(said, width)]
     if not report.allocations:
         return lines
     if width >= TABLE_WIDTH:
@@ -334,7 +336,8 @@ def _plan(report: RunReport, width: int) -> list[Text]:
     done, head = report.head.status == "finished", report.head
     wide = width >= TABLE_WIDTH - 10
     header = ("planned", "came", "planned / came") if done else ("planned", "so far", "")
-    lines = [Text(f"{'':<16}{header[0]:>12}{header[1]:>12}{header[2]:>16}", "dim")]
+    columns = f"{'':<16}{header[0]:>12}{header[1]:>12}{header[2]:>16}" if wide else " / ".join(header[:2])
+    lines = [Text(columns, "dim")]
     for line in report.plan:
         planned, came = (_quantity(number, line.unit) for number in (line.planned, line.measured))
         ratio = "" if line.ratio is None or not done else f"{line.ratio:.2f}"
@@ -344,7 +347,7 @@ def _plan(report: RunReport, width: int) -> list[Text]:
         if wide:
             lines.append(Text.assemble(f"{name:<16}{planned:>12}{came:>12}", (f"{ratio:>16}", style)))
         else:
-            lines.append(Text.assemble(f"{name} {planned} / {came} ", (ratio, style)))
+            lines += [Text(f"{name} {planned} / {came}"), Text(f"  {ratio}", style)]
     if head.processes > 1:
         note = f"It took {head.processes} processes: what was generated again counts again."
         lines += [Text(text, "dim") for text in textwrap.wrap(note, width)]
