@@ -123,8 +123,7 @@ class Recorder:
         if s.group_blocks is not None and s.logical_blocks > s.used_blocks:
             self._within = (s.logical_blocks - s.group_blocks) / (s.logical_blocks - s.used_blocks)
         allocated = seconds if s.used_blocks else 0.0
-        # After a preemption a sequence's tokens are computed again, as many at a time as a prompt's.
-        prompts = s.prompt_tokens > 0 or s.computed_tokens > s.running
+        prompts = s.prompt_tokens > 0 or s.computed_tokens > s.running  # the latter again, after a preemption
         tail = not prompts and s.waiting == 0
         # In the order of COLUMNS.
         return np.array(
