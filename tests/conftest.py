@@ -54,6 +54,12 @@ def model(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
 
 
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """What else the machine does while the tests run makes no difference to any of them."""
+    monkeypatch.setattr("pagedgen.planning.machine.os.getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder, which is the current one meanwhile."""
