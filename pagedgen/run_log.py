@@ -10,7 +10,7 @@ from pagedgen.data.layout import RECORDING_NAME
 from pagedgen.planning.lengths import OutputLengths
 from pagedgen.planning.profile import record_profile
 from pagedgen.request import Completion
-from pagedgen.stats.collector import RunStats
+from pagedgen.stats.collector import RunStats, summary_dict
 from pagedgen.stats.recorder import Recorder
 from pagedgen.stats.recording import Recording, read_recording
 from pagedgen.stats.types import RunInfo, StepSample
@@ -56,7 +56,7 @@ class RunLog:
         if self._recorder is None:
             return None
         snapshot = self._stats.snapshot()
-        return self._recorder.recording(self._stats.summary(), snapshot.phases)
+        return self._recorder.recording(summary_dict(snapshot), snapshot.phases)
 
     def add_step(self, sample: StepSample) -> None:
         self._stats.add_step(sample)
@@ -92,21 +92,20 @@ class RunLog:
 
     def save_if_due(self) -> None:
         started = time.perf_counter()
-        if started < self._next_save:
+        if started < self._next_save or self._failed or (recording := self.recording) is None:
             return
-        self.save()
+        self._save(recording)
         ended = time.perf_counter()
         self._next_save = ended + max(SAVE_INTERVAL, (ended - started) / SAVE_SHARE)
 
     def end(self) -> None:
         """The run is over, in whatever way: keep its recording, and what it shows of the machine for later plans."""
-        self.save()
         if (recording := self.recording) is not None:
+            self._save(recording)
             record_profile(recording, self._lengths)
 
-    def save(self) -> None:
-        recording = self.recording
-        if recording is None or self._failed:
+    def _save(self, recording: Recording) -> None:
+        if self._failed:
             return
         try:
             recording.write(self._path)

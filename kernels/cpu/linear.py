@@ -44,33 +44,38 @@ class PackedLinear:
             return x.new_empty(*x.shape[:-1], self._out_features)
         if self.kind == "tiles":
             rows = x.reshape(-1, self._in_features)
-            return self._tiles(rows if rows.stride(1) == 1 else rows.contiguous()).view(*x.shape[:-1], -1)
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            return gemm(rows, self._weight, self._out_features, self._bias).view(*x.shape[:-1], -1)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return out
 
-    def _tiles(self, x: Tensor) -> Tensor:
-        """x: [T, in_features], unit stride in its last dimension."""
-        library = load()
-        assert isinstance(library, Library)
-        out = x.new_empty(x.shape[0], self._out_features)
-        library.gemm(
-            GemmArgs(
-                x.data_ptr(),
-                self._weight.data_ptr(),
-                None if self._bias is None else self._bias.data_ptr(),
-                None,
-                None,
-                out.data_ptr(),
-                x.stride(0),
-                out.stride(0),
-                x.shape[0],
-                self._out_features,
-                self._in_features,
-                16,
-                torch.get_num_threads(),
-            )
+
+def gemm(
+    x: Tensor, panels: Tensor, columns: int, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """x [T, in] by the panels of a weight [columns, in] of the same dtype, unit stride in its last dimension ->
+    bfloat16 [T, columns]. bias: float32 [columns]. scales: of int8, float32, for each column and each row."""
+    library = load()
+    assert isinstance(library, Library)
+    out = torch.empty(x.shape[0], columns, dtype=torch.bfloat16)
+    library.gemm(
+        GemmArgs(
+            x.data_ptr(),
+            panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if scales is None else scales[0].data_ptr(),
+            None if scales is None else scales[1].data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            out.stride(0),
+            x.shape[0],
+            columns,
+            x.shape[1],
+            8 * x.element_size(),
+            torch.get_num_threads(),
         )
-        return out
+    )
+    return out
 
 
 def pack_panels(weight: Tensor) -> Tensor:

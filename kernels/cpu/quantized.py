@@ -4,8 +4,8 @@ import torch
 
 from .. import reference
 from .launchers import TYPES
-from .library import GemmArgs, Library, load
-from .linear import pack_panels, tiles_fit
+from .library import Library, load
+from .linear import gemm, pack_panels, tiles_fit
 
 Tensor = torch.Tensor
 
@@ -20,7 +20,7 @@ class QuantizedLinear:
     instructions, where a row's result depends on that row alone, bit for bit; "onednn" elsewhere.
     """
 
-    __slots__ = ("_bias", "_in_features", "_out_features", "_scales", "_weight", "_zeros", "kind", "nbytes")
+    __slots__ = ("_bias", "_in_features", "_out_features", "_scales", "_weight", "_zeros", "kind")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._out_features, self._in_features = weight.shape
@@ -28,7 +28,6 @@ class QuantizedLinear:
         self._scales = scales.reshape(-1).contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._zeros = torch.zeros(self._out_features, dtype=torch.int32)
-        self.nbytes = values.nbytes + self._scales.nbytes + (0 if self._bias is None else self._bias.nbytes)
         self.kind = "tiles" if tiles_fit(values) else "onednn"
         if self.kind == "tiles":
             self._weight = pack_panels(values)
@@ -40,31 +39,11 @@ class QuantizedLinear:
         if not rows.shape[0]:
             return x.new_empty(*x.shape[:-1], self._out_features)
         values, scales = quantize_rows(rows)
-        out = self._tiles(values, scales) if self.kind == "tiles" else self._onednn(values, scales)
+        if self.kind == "tiles":
+            out = gemm(values, self._weight, self._out_features, self._bias, (self._scales, scales))
+        else:
+            out = self._onednn(values, scales)
         return out.to(x.dtype).view(*x.shape[:-1], self._out_features)
-
-    def _tiles(self, values: Tensor, scales: Tensor) -> Tensor:
-        library = load()
-        assert isinstance(library, Library)
-        out = torch.empty(values.shape[0], self._out_features, dtype=torch.bfloat16)
-        library.gemm(
-            GemmArgs(
-                values.data_ptr(),
-                self._weight.data_ptr(),
-                None if self._bias is None else self._bias.data_ptr(),
-                self._scales.data_ptr(),
-                scales.data_ptr(),
-                out.data_ptr(),
-                values.stride(0),
-                out.stride(0),
-                values.shape[0],
-                self._out_features,
-                self._in_features,
-                8,
-                torch.get_num_threads(),
-            )
-        )
-        return out
 
     def _onednn(self, values: Tensor, scales: Tensor) -> Tensor:
         shifted = (values.to(torch.int16) + _ZERO_POINT).to(torch.uint8)

@@ -15,10 +15,12 @@ _EMPTY = -1
 _SAMPLES = 1 << 12
 
 
-def reserved_tokens(final_length: int, max_model_len: int) -> tuple[int, int, int]:
-    """The tokens that a sequence of this final length gets under each of POLICIES: the run's longest sequence, the next
-    power of two, exactly its length."""
-    return max_model_len, min(1 << (final_length - 1).bit_length(), max_model_len), final_length
+def reserved_tokens(final_lengths: NDArray[np.int32], max_model_len: int) -> NDArray[np.float64]:
+    """float64 [N, P]: the tokens that sequences of these final lengths [N] get under each of POLICIES: the run's
+    longest sequence, the next power of two, exactly their length."""
+    _, exponents = np.frexp(final_lengths - 1)
+    pow2 = np.minimum(np.left_shift(1, exponents), max_model_len)
+    return np.stack([np.full(len(final_lengths), max_model_len), pow2, final_lengths], axis=1).astype(np.float64)
 
 
 @dataclass(slots=True)
@@ -86,8 +88,6 @@ class Baselines:
     def _close(self, slot: int, end: float) -> None:
         """The sequence in the slot does not run any more, from `end` on."""
         key = int(self._keys[slot])
-        if key == _EMPTY:
-            return
         row, sample = divmod(key, _SAMPLES)
         span = _Span(float(self._since[slot]), end, int(self._lengths[slot]))
         self._pending.setdefault(row, {}).setdefault(sample, []).append(span)
@@ -104,10 +104,11 @@ class Baselines:
             self._close(slot, end)
         self._keys[slots] = _EMPTY
         lengths = self._lengths[slots[at_once]] + 1  # the last token is drawn, but never computed
-        self._add_together(self._since[slots[at_once]], end, self._reserved(lengths))
+        self._add_together(self._since[slots[at_once]], end, reserved_tokens(lengths, self._max_model_len))
         for row in rows:
             for spans in self._pending.pop(row, {}).values():
-                tokens = self._reserved(np.array([max(span.length for span in spans) + 1]))[0]
+                length = max(span.length for span in spans) + 1
+                tokens = reserved_tokens(np.array([length], np.int32), self._max_model_len)[0]
                 self.finished += 1
                 self._sums += tokens
                 for span in spans:
@@ -120,12 +121,6 @@ class Baselines:
         different, inverse = np.unique(starts, return_inverse=True)
         for i, start in enumerate(different.tolist()):
             self._add(start, end, tokens[inverse == i].sum(axis=0))
-
-    def _reserved(self, lengths: NDArray[np.int32]) -> NDArray[np.float64]:
-        """float64 [N, P]: `reserved_tokens` of sequences of these final lengths [N]."""
-        _, exponents = np.frexp(lengths - 1)
-        pow2 = np.minimum(np.left_shift(1, exponents), self._max_model_len)
-        return np.stack([np.full(len(lengths), self._max_model_len), pow2, lengths], axis=1).astype(np.float64)
 
 
 def spread(start: float, end: float, edges: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:

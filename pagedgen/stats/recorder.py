@@ -94,7 +94,7 @@ class Recorder:
         mean, earlier = self._baselines.mean_reserved, self._earlier
         longest = session.info.max_model_len
         for start, end, length in self._baselines.unfinished(self._now):
-            own = reserved_tokens(length, longest)
+            own = reserved_tokens(np.array([length], np.int32), longest)[0]
             self._add_reserved(rows, start, end, (longest, *(mean or earlier.reserved or own)[1:]))
         finished = earlier.sequences + self._baselines.finished
         return Recording(
