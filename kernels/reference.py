@@ -123,7 +123,7 @@ def _attend(
 
 
 def copy_blocks(pools: Iterable[Tensor], copies: Tensor) -> None:
-    """Copy blocks within each pool [layers, num_blocks, Hkv, block_size, D], in place and in all layers.
+    """Copy blocks within each pool [layers, num_blocks, ...], in place and in all layers.
 
     copies: integers [C, 2], (source, destination). All sources are read before anything is written; destinations are
     distinct.

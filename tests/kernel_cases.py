@@ -39,6 +39,17 @@ class PagedCase:
         return out
 
 
+def make_caches(
+    num_blocks: int, kv_heads: int, block_size: int, key_dim: int, value_dim: int, fill: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as `KVCache` lays them out: side by side in each block where they are of one shape."""
+    if key_dim == value_dim:
+        pool = torch.full((num_blocks, 2, kv_heads, block_size, key_dim), fill, dtype=dtype)
+        return pool[:, 0], pool[:, 1]
+    shape = (num_blocks, kv_heads, block_size)
+    return torch.full((*shape, key_dim), fill, dtype=dtype), torch.full((*shape, value_dim), fill, dtype=dtype)
+
+
 def make_case(
     lengths: Sequence[tuple[int, int]],
     heads: int,
@@ -58,8 +69,7 @@ def make_case(
     counts = [-(-context // block_size) for _, context in lengths]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=generator).tolist()
-    key_cache = torch.full((num_blocks, kv_heads, block_size, key_dim), torch.nan, dtype=dtype)
-    value_cache = torch.full((num_blocks, kv_heads, block_size, value_dim), torch.nan, dtype=dtype)
+    key_cache, value_cache = make_caches(num_blocks, kv_heads, block_size, key_dim, value_dim, torch.nan, dtype)
     tables = torch.full((len(lengths), max(counts) + 1), -(10**6), dtype=torch.int32)
     all_keys, all_values = [], []
     for s, (_, context) in enumerate(lengths):

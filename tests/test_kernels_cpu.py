@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import make_case
+from kernel_cases import make_caches, make_case
 from pagedgen_kernels import cpu, reference
 from pagedgen_kernels.cpu import launchers
 
@@ -113,6 +113,22 @@ def test_attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() -
         assert torch.equal(alone, out[begin:end])
 
 
+@pytest.mark.parametrize("group", [1, 3, 4, 5])
+@pytest.mark.parametrize(("kv_heads", "key_dim", "value_dim"), [(1, 64, 64), (3, 64, 64), (5, 32, 96), (2, 128, 128)])
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("sliding_window", [None, 37])
+def test_attention_of_many_decoding_sequences(
+    group: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, sliding_window: int | None
+) -> None:
+    """Enough of them for a task to take all key/value heads of its sequence, beside a few prompts."""
+    lengths = [(1, 1 + 13 * s) for s in range(8 * torch.get_num_threads() + 5)] + [(70, 90), (1, 1100), (3, 40)]
+    options: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sliding_window is not None}
+    case = make_case(
+        lengths, kv_heads * group, kv_heads, key_dim, value_dim, block_size, dtype=torch.bfloat16, **options
+    )
+    close(case.run(cpu), case.run(reference))
+
+
 @pytest.mark.parametrize("queries", [1, 40])
 def test_attention_passes_nan_of_used_slots_on(queries: int) -> None:
     case = make_case([(queries, 50), (queries, 60)], 3, 3, 16, 16, 4)
@@ -127,14 +143,14 @@ def test_attention_passes_nan_of_used_slots_on(queries: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_write_kv(dtype: torch.dtype, block_size: int) -> None:
+@pytest.mark.parametrize("key_dim", [24, 40])
+def test_write_kv(dtype: torch.dtype, block_size: int, key_dim: int) -> None:
     fused = torch.randn(150, 5, 40).to(dtype)
-    key, value = fused[:, :2, :24], fused[:, 2:4, :]
-    shapes = ((200, 2, block_size, 24), (200, 2, block_size, 40))
+    key, value = fused[:, :2, :key_dim], fused[:, 2:4, :]
     slots = torch.randperm(200 * block_size)[:150]
     caches = []
     for kernels in (cpu, reference):
-        pair = tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)
+        pair = make_caches(200, 2, block_size, key_dim, 40, 0.0, dtype)
         kernels.write_kv(key, value, *pair, slots)
         caches.append(pair)
     assert torch.equal(caches[0][0], caches[1][0])
@@ -180,11 +196,12 @@ def test_rotary_write_kv(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
     fused = torch.randn(90, 8, dim + 4).to(dtype)
     angles = torch.randn(90, rotary_dim)
     query, key = fused[:, :5, :dim], fused[:, 5:7, 1 : dim + 1]
-    value = fused[:, 4:8:2, :8]
+    value_dim = min(dim, 64)  # as wide as the keys for some
+    value = fused[:, 4:8:2, :value_dim]
     slots = torch.randperm(120)[:90]
     results = []
     for kernels in (cpu, reference):
-        caches = torch.zeros(30, 2, 4, dim).to(dtype), torch.zeros(30, 2, 4, 8).to(dtype)
+        caches = make_caches(30, 2, 4, dim, value_dim, 0.0, dtype)
         results.append(
             (kernels.rotary_write_kv(query, key, value, angles.cos(), angles.sin(), *caches, slots), *caches)
         )

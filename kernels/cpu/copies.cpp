@@ -8,13 +8,13 @@ using namespace pagedgen;
 
 namespace {
 
-// rows [tokens, heads, row_bytes] with byte strides -> cache [blocks, heads, block_size, row_bytes]
-void scatter_rows(const char* rows, int64_t token_stride, int64_t head_stride, char* cache, const int64_t* slots,
-                  int64_t begin, int64_t end, int heads, int block_size, int64_t row_bytes) {
+// rows [tokens, heads, row_bytes] with byte strides -> cache [blocks, heads, block_size, row_bytes], whose blocks are block_bytes apart
+void scatter_rows(const char* rows, int64_t token_stride, int64_t head_stride, char* cache, int64_t block_bytes,
+                  const int64_t* slots, int64_t begin, int64_t end, int heads, int block_size, int64_t row_bytes) {
   for (int64_t t = begin; t < end; ++t) {
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     const char* source = rows + t * token_stride;
-    char* target = cache + (block * heads * block_size + offset) * row_bytes;
+    char* target = cache + block * block_bytes + offset * row_bytes;
     for (int h = 0; h < heads; ++h)
       std::memcpy(target + h * block_size * row_bytes, source + h * head_stride, row_bytes);
   }
@@ -24,11 +24,12 @@ void scatter_rows(const char* rows, int64_t token_stride, int64_t head_stride, c
 
 PAGEDGEN_EXPORT void pg_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride, const char* value,
                                  int64_t value_token_stride, int64_t value_head_stride, char* key_cache,
-                                 char* value_cache, const int64_t* slots, int64_t tokens, int heads, int block_size,
+                                 char* value_cache, int64_t key_block_bytes, int64_t value_block_bytes,
+                                 const int64_t* slots, int64_t tokens, int heads, int block_size,
                                  int64_t key_bytes, int64_t value_bytes, int threads) {
   parallel_for(tokens, 32, threads, [&](int64_t begin, int64_t end) {
-    scatter_rows(key, key_token_stride, key_head_stride, key_cache, slots, begin, end, heads, block_size, key_bytes);
-    scatter_rows(value, value_token_stride, value_head_stride, value_cache, slots, begin, end, heads, block_size,
+    scatter_rows(key, key_token_stride, key_head_stride, key_cache, key_block_bytes, slots, begin, end, heads, block_size, key_bytes);
+    scatter_rows(value, value_token_stride, value_head_stride, value_cache, value_block_bytes, slots, begin, end, heads, block_size,
                  value_bytes);
   });
 }

@@ -1,8 +1,8 @@
 """The launchers of the C++ kernels: those of `reference`, with the same signatures and results.
 
 Each checks that the kernel covers its arguments and otherwise calls `reference`. Covered: tensors on the CPU in
-float32, bfloat16 or float16, one dtype within a call, unit stride in the last dimension, contiguous caches. The rest
-(other dtypes, mixed ones, transposed views) goes to `reference`.
+float32, bfloat16 or float16, one dtype within a call, unit stride in the last dimension, caches of dense
+blocks. The rest (other dtypes, mixed ones, transposed views) goes to `reference`.
 """
 
 from collections.abc import Iterable
@@ -40,9 +40,14 @@ def _library_for(*tensors: Tensor) -> Library | None:
     return library
 
 
+def _dense_blocks(*caches: Tensor) -> bool:
+    """Whether each block of the caches [num_blocks, Hkv, block_size, D] lies in one piece, wherever the next one is."""
+    return all(cache.stride()[1:] == (cache.shape[2] * cache.shape[3], cache.shape[3], 1) for cache in caches)
+
+
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     library = _library_for(key, value, key_cache, value_cache)
-    if library is None or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+    if library is None or not _dense_blocks(key_cache, value_cache):
         return reference.write_kv(key, value, key_cache, value_cache, slot_mapping)
     slots = slot_mapping.contiguous()
     itemsize = key.element_size()
@@ -55,6 +60,8 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         value.stride(1) * itemsize,
         key_cache.data_ptr(),
         value_cache.data_ptr(),
+        key_cache.stride(0) * itemsize,
+        value_cache.stride(0) * itemsize,
         slots.data_ptr(),
         key.shape[0],
         key_cache.shape[1],
@@ -76,7 +83,7 @@ def rotary_write_kv(
     slot_mapping: Tensor,
 ) -> Tensor:
     library = _library_for(query, key, value, key_cache, value_cache)
-    if library is None or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+    if library is None or not _dense_blocks(key_cache, value_cache):
         return reference.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
     cosine, sine = (x.to(torch.float32).contiguous() for x in (cos, sin))
     slots = slot_mapping.contiguous()
@@ -94,6 +101,8 @@ def rotary_write_kv(
             out.data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
+            key_cache.stride(0),
+            value_cache.stride(0),
             slots.data_ptr(),
             query.shape[0],
             TYPES[query.dtype],
@@ -123,7 +132,7 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     library = _library_for(query, key_cache, value_cache)
-    if library is None or not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+    if library is None or not _dense_blocks(key_cache, value_cache):
         return reference.paged_attention(
             query,
             key_cache,
@@ -147,6 +156,8 @@ def paged_attention(
             query.stride(1),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
+            key_cache.stride(0),
+            value_cache.stride(0),
             tables.data_ptr(),
             tables.stride(0),
             lens.data_ptr(),

@@ -23,6 +23,8 @@ class AttentionArgs(ctypes.Structure):
         ("query_head_stride", c_int64),
         ("key_cache", c_void_p),
         ("value_cache", c_void_p),
+        ("key_block_stride", c_int64),
+        ("value_block_stride", c_int64),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
         ("context_lens", c_void_p),
@@ -61,6 +63,8 @@ class RotaryArgs(ctypes.Structure):
         ("out", c_void_p),
         ("key_cache", c_void_p),
         ("value_cache", c_void_p),
+        ("key_block_stride", c_int64),
+        ("value_block_stride", c_int64),
         ("slots", c_void_p),
         ("tokens", c_int64),
         ("type", c_int32),
@@ -104,7 +108,7 @@ class Library:
         self.paged_attention = self._function("pg_paged_attention", ctypes.POINTER(AttentionArgs))
         self.write_kv = self._function(
             "pg_write_kv",
-            *(pointer, size, size, pointer, size, size, pointer, pointer, pointer),
+            *(pointer, size, size, pointer, size, size, pointer, pointer, size, size, pointer),
             *(size, c_int, c_int, size, size, c_int),
         )
         self.copy_blocks = self._function("pg_copy_blocks", pointer, size, size, size, pointer, size, c_int)

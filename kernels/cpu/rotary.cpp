@@ -8,13 +8,14 @@ using namespace pagedgen;
 
 // The fields of RotaryArgs in library.py. query [tokens, heads, dim], key [tokens, kv_heads, dim] and value [tokens,
 // kv_heads, value_dim] with token and head strides in elements; cosine and sine [tokens, rotary_dim]; out like query,
-// dense; the caches [blocks, kv_heads, block_size, dim or value_dim].
+// dense; the caches [blocks, kv_heads, block_size, dim or value_dim], of whose blocks the strides are given.
 struct PgRotary {
   const void *query, *key, *value;
   int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
       value_head_stride;
   const float *cosine, *sine;
   void *out, *key_cache, *value_cache;
+  int64_t key_block_stride, value_block_stride;
   const int64_t* slots;
   int64_t tokens;
   int32_t type, heads, kv_heads, block_size, dim, value_dim, rotary_dim, threads;
@@ -47,11 +48,11 @@ void rotate_and_write_token(const PgRotary& a, int64_t t) {
   const T* value = static_cast<const T*>(a.value) + t * a.value_token_stride;
   const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
   for (int h = 0; h < a.kv_heads; ++h) {
-    const int64_t row = (block * a.kv_heads + h) * a.block_size + offset;
-    rotate_row(key + h * a.key_head_stride, cosine, sine, static_cast<T*>(a.key_cache) + row * a.dim, a.dim,
-               a.rotary_dim);
-    std::memcpy(static_cast<T*>(a.value_cache) + row * a.value_dim, value + h * a.value_head_stride,
-                a.value_dim * sizeof(T));
+    const int64_t row = int64_t(h) * a.block_size + offset;
+    T* key_row = static_cast<T*>(a.key_cache) + block * a.key_block_stride + row * a.dim;
+    T* value_row = static_cast<T*>(a.value_cache) + block * a.value_block_stride + row * a.value_dim;
+    rotate_row(key + h * a.key_head_stride, cosine, sine, key_row, a.dim, a.rotary_dim);
+    std::memcpy(value_row, value + h * a.value_head_stride, a.value_dim * sizeof(T));
   }
 }
 

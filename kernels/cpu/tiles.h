@@ -22,18 +22,21 @@ inline bool request_tiles() {
   return granted;
 }
 
-// While it lives, the thread's tile registers are set up, all eight alike.
+// The shapes of the eight tile registers; all of them full unless changed.
+struct alignas(64) TileLayout {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  TileLayout() {
+    for (int i = 0; i < 8; ++i) row_bytes[i] = TILE_BYTES, rows[i] = TILE_ROWS;
+  }
+};
+
+// While it lives, the thread's tile registers are set up so.
 class TileScope {
  public:
-  TileScope() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } layout;
-    for (int i = 0; i < 8; ++i) layout.row_bytes[i] = TILE_BYTES, layout.rows[i] = TILE_ROWS;
-    _tile_loadconfig(&layout);
-  }
+  explicit TileScope(const TileLayout& layout = {}) { _tile_loadconfig(&layout); }
   ~TileScope() { _tile_release(); }
   TileScope(const TileScope&) = delete;
 };

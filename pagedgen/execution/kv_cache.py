@@ -1,5 +1,6 @@
 """The KV pool's storage on the device."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ class LayerKV:
 
 class KVCache:
     """Keys and values of all layers in blocks. Layers of one shape share one tensor, so that a block copy is one
-    indexed assignment for all of them.
+    indexed assignment for all of them. A block's keys and values lie side by side where they are of one shape: memory
+    is read the faster, the longer the stretches are.
 
-    key(layer), value(layer): [num_blocks, num_kv_heads, block_size, dim], contiguous, of `dtype` on `device`.
+    key(layer), value(layer): [num_blocks, num_kv_heads, block_size, dim] of `dtype` on `device`; each block is in
+    one piece. pools: [layers, num_blocks, 1 or 2, num_kv_heads, block_size, dim], contiguous.
     """
 
     def __init__(
@@ -31,18 +34,26 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
+        counts: Counter[tuple[int, int, int]] = Counter()
+        places: list[tuple[tuple[int, int, int], int, int]] = []
+        for layer in layers:
+            if layer.key_dim == layer.value_dim:
+                shape = (2, layer.num_kv_heads, layer.key_dim)
+                places += [(shape, counts[shape], part) for part in (0, 1)]
+                counts[shape] += 1
+            else:
+                for dim in (layer.key_dim, layer.value_dim):
+                    shape = (1, layer.num_kv_heads, dim)
+                    places.append((shape, counts[shape], 0))
+                    counts[shape] += 1
         # Left uninitialised: on a CPU, memory is then taken from the system only as blocks are first written.
-        shapes = [(layer.num_kv_heads, dim) for layer in layers for dim in (layer.key_dim, layer.value_dim)]
-        places: list[tuple[tuple[int, int], int]] = []
-        counts: dict[tuple[int, int], int] = {}
-        for shape in shapes:
-            places.append((shape, counts.get(shape, 0)))
-            counts[shape] = counts.get(shape, 0) + 1
         self.pools = {
-            (heads, dim): torch.empty(count, num_blocks, heads, block_size, dim, dtype=dtype, device=device)
-            for (heads, dim), count in counts.items()
+            (parts, heads, dim): torch.empty(
+                count, num_blocks, parts, heads, block_size, dim, dtype=dtype, device=device
+            )
+            for (parts, heads, dim), count in counts.items()
         }
-        self._views = [self.pools[shape][index] for shape, index in places]
+        self._views = [self.pools[shape][index, :, part] for shape, index, part in places]
 
     @staticmethod
     def bytes_per_block(layers: Sequence[LayerKV], block_size: int, dtype: torch.dtype) -> int:
