@@ -11,10 +11,12 @@ import argparse
 import time
 from collections.abc import Callable
 
-from benchmarks.common import Worker, compare, serve
+from benchmarks.common import Worker, compare
 from benchmarks.openvino_beam import OUTPUT_TOKENS, PROMPTS, WIDTH, print_mean_score
+from benchmarks.peers.transformers_static import load_model
 from benchmarks.prompts import Chat, gsm8k_chats, of_round
-from benchmarks.throughput import load_transformers
+from benchmarks.serving import serve
+from benchmarks.workloads import model_folder
 from pagedgen import BeamParams, EngineConfig, Request, SamplingParams
 from pagedgen.process import prepare_process
 
@@ -49,7 +51,8 @@ def transformers_contestant(model_name: str | None, batch: int) -> Callable[[int
     import torch
     import transformers
 
-    model, folder = load_transformers(model_name)
+    folder = model_folder(model_name)
+    model = load_model(str(folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     _, chats = gsm8k_chats()
@@ -88,6 +91,26 @@ def transformers_contestant(model_name: str | None, batch: int) -> Callable[[int
 CONTESTANTS = {PEER: transformers_contestant, OURS: pagedgen_contestant}
 
 
+def run(
+    result: str,
+    model: str | None,
+    rounds: int,
+    *,
+    batch: int = PROMPTS,
+    openvino_python: str | None = None,
+    openvino_model: str | None = None,
+) -> None:
+    """Compare the contestants. result: the name of the result file. batch: prompts that transformers gets at a time."""
+    options = ["--batch", str(batch), *([] if model is None else ["--model", model])]
+    contestants = {PEER: Worker("benchmarks.beam", "--contestant", PEER, *options)}
+    if openvino_python is not None and openvino_model is not None:
+        contestants[OPENVINO] = Worker("benchmarks.openvino_beam", openvino_model, python=openvino_python)
+    contestants[OURS] = Worker("benchmarks.beam", "--contestant", OURS, *options)
+    source, _ = gsm8k_chats()
+    title = f"{PROMPTS} of {source}, {WIDTH} beams, {OUTPUT_TOKENS} tokens, bfloat16: prompts/s"
+    compare(result, title, contestants, amount=PROMPTS, rounds=rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a Hub id, a folder or a .gguf file; left out: the default model")
@@ -97,18 +120,18 @@ def main() -> None:
     parser.add_argument("--openvino-model", help="the folder of the exported model")
     parser.add_argument("--contestant", choices=CONTESTANTS, help=argparse.SUPPRESS)  # what a worker is started with
     arguments = parser.parse_args()
+    if (arguments.openvino_python is None) != (arguments.openvino_model is None):
+        parser.error("--openvino-python and --openvino-model go together")
     if arguments.contestant:
         serve(CONTESTANTS[arguments.contestant](arguments.model, arguments.batch))
-    options = ["--batch", str(arguments.batch), *([] if arguments.model is None else ["--model", arguments.model])]
-    contestants = {PEER: Worker("benchmarks.beam", "--contestant", PEER, *options)}
-    if arguments.openvino_python:
-        contestants[OPENVINO] = Worker(
-            "benchmarks.openvino_beam", arguments.openvino_model, python=arguments.openvino_python
-        )
-    contestants[OURS] = Worker("benchmarks.beam", "--contestant", OURS, *options)
-    source, _ = gsm8k_chats()
-    title = f"{PROMPTS} of {source}, {WIDTH} beams, {OUTPUT_TOKENS} tokens, bfloat16: prompts/s"
-    compare("beam", title, contestants, amount=PROMPTS, rounds=arguments.rounds)
+    run(
+        "beam",
+        arguments.model,
+        arguments.rounds,
+        batch=arguments.batch,
+        openvino_python=arguments.openvino_python,
+        openvino_model=arguments.openvino_model,
+    )
 
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import psutil
 
+from benchmarks.serving import ANSWER
+from benchmarks.serving import serve as serve  # the other side of a Worker
 from pagedgen.planning.machine import processor_name
 
 RESULTS = Path("build/bench")
-ANSWER = "answer: "
 
 
 def describe_machine() -> dict[str, str | float]:
@@ -52,13 +52,13 @@ class Worker:
     """A contestant in a process of its own, which `python -m MODULE ARGUMENTS` starts and which calls `serve`: neither
     meets the other's threads, settings of memory or warm caches, and both stay loaded between the rounds.
 
-    python: the interpreter, for a peer that has an environment of its own.
+    python: the interpreter, for a peer that has an environment of its own. about: what it says that it is.
     """
 
     def __init__(self, module: str, *arguments: str, python: str = sys.executable) -> None:
         command = [python, "-m", module, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()  # it is ready
+        self.about = self._answer()  # it is ready
 
     def __call__(self, number: int) -> float:
         assert self._process.stdin is not None
@@ -71,17 +71,9 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(ANSWER):
-                return line.removeprefix(ANSWER)
+                return line.removeprefix(ANSWER).strip()
             print(line, end="", flush=True)
         sys.exit(f"a contestant ended early, with exit code {self._process.wait()}")
-
-
-def serve(contestant: Callable[[int], float]) -> NoReturn:
-    """Be a `Worker`'s process: run the rounds that are asked for and report their seconds."""
-    print(f"{ANSWER}ready", flush=True)
-    for line in sys.stdin:
-        print(f"{ANSWER}{contestant(int(line))}", flush=True)
-    sys.exit(0)
 
 
 def compare(
@@ -89,27 +81,46 @@ def compare(
     title: str,
     contestants: Mapping[str, Callable[[int], float]],
     *,
-    amount: float,
+    amount: float | Mapping[str, float],
     rounds: int,
     label: str = "engine",
+    ours: Sequence[str] | None = None,
     **more: object,
 ) -> None:
-    """Warm the contestants up, alternate them, print their rates and the last one's ratios to the others, and write all
-    of it to the result file, with `more`.
+    """Warm the contestants up, alternate them, print their rates and the ratios of ours to the others, and write all of
+    it to the result file, with `more`.
 
-    title: the work and the unit of a rate. amount: how much of that unit a round is. label: what a contestant is.
+    title: the work and the unit of a rate. amount: how much of that unit a round is, for each contestant where they do
+    not have the same to do. label: what a contestant is. ours: the contestants that the others are compared with; None
+    is the last one.
     """
     for contestant, warm_up in contestants.items():
         print(f"warming up {contestant}: {warm_up(rounds):.3f} s", flush=True)
     seconds = alternate(contestants, rounds)
-    *peers, ours = contestants
-    rates = {contestant: [amount / s for s in values] for contestant, values in seconds.items()}
-    ratios = {peer: [a / b for a, b in zip(rates[ours], rates[peer], strict=True)] for peer in peers}
+    rates = rates_of(seconds, amount)
+    ratios = ratios_of(rates, ours or list(contestants)[-1:])
     rows = [(contestant, *spread(values).values()) for contestant, values in rates.items()]
     print_table(title, (label, "median", "min", "max"), rows)
-    for peer, of_rounds in ratios.items():
-        print(f"{ours} / {peer}, median of {rounds} rounds: {statistics.median(of_rounds):.2f}")
-    write_results(name, {"work": title, "seconds": seconds, "ratios": ratios, **more})
+    print()
+    for pair, values in ratios.items():
+        print(f"{pair}: {statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f}) in {rounds} rounds")
+    write_results(name, {"work": title, "seconds": seconds, "rates": rates, "ratios": ratios, **more})
+
+
+def rates_of(seconds: Mapping[str, Sequence[float]], amount: float | Mapping[str, float]) -> dict[str, list[float]]:
+    """How much each contestant did in a second, by round. amount: of a round, for all or for each."""
+    amounts = amount if isinstance(amount, Mapping) else dict.fromkeys(seconds, amount)
+    return {contestant: [amounts[contestant] / s for s in values] for contestant, values in seconds.items()}
+
+
+def ratios_of(rates: Mapping[str, Sequence[float]], ours: Sequence[str]) -> dict[str, list[float]]:
+    """`A / B` -> what A did in a second for each that B did, by round: each of ours over each of the others."""
+    others = [contestant for contestant in rates if contestant not in ours]
+    return {
+        f"{mine} / {other}": [a / b for a, b in zip(rates[mine], rates[other], strict=True)]
+        for mine in ours
+        for other in others
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

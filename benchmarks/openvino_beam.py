@@ -1,6 +1,6 @@
 """OpenVINO GenAI in beam search, as a contestant of `benchmarks.beam`; it runs in an environment of its own.
 
-    pip install torch openvino-genai optimum-intel psutil
+    pip install torch openvino-genai optimum-intel
     optimum-cli export openvino -m MODEL --task text-generation-with-past --weight-format fp16 FOLDER
 
 MODEL is a folder of `transformers`, like the one that pagedgen converts a GGUF file to. Nothing of pagedgen's code is
@@ -12,8 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.common import serve
 from benchmarks.prompts import gsm8k_chats, of_round
+from benchmarks.serving import serve
 
 PROMPTS, WIDTH, OUTPUT_TOKENS = 16, 8, 64
 KV_GIB = 6
