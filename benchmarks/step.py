@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 KERNELS = (
     "rms_norm",
     "add_rms_norm",
-    "silu_mul",
     "rotary_write_kv",
     "write_kv",
     "paged_attention",

@@ -49,6 +49,27 @@ def test_plain_where_onednn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(layer(x), torch.nn.functional.linear(x, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [32, 40, 96])
+def test_gated_layers(dtype: torch.dtype, bias: bool, width: int) -> None:
+    """Fused with the product where it is computed in tiles and the width fills them, a pass of its own elsewhere."""
+    weight = torch.randn(2 * width, 64).to(dtype) * 3
+    offset = torch.randn(2 * width).to(dtype) if bias else None
+    layer = PackedLinear(weight.clone(), offset, gated=True)
+    assert (layer.kind == "tiles") == (HAS_TILES and dtype is torch.bfloat16 and width % 16 == 0)
+    for rows in (0, 1, 17, 70):
+        x = torch.randn(rows, 64).to(dtype) * 2
+        both = torch.nn.functional.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        expected = torch.nn.functional.silu(both[:, :width]) * both[:, width:]
+        out = layer(x)
+        assert out.shape == (rows, width)
+        tolerance = {torch.bfloat16: 0.02, torch.float16: 0.002}.get(dtype, 1e-5)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance * 100, rtol=tolerance)
+    extreme = layer(torch.tensor([1e30, -1e30, torch.nan])[:, None].expand(3, 64).to(dtype))
+    assert extreme[2].isnan().all()
+
+
 HAS_TILES = tiles_fit(torch.ones(32, 32, dtype=torch.bfloat16))
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="this CPU has no AMX, or there is no compiler")
 

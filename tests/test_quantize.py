@@ -34,7 +34,11 @@ def test_smoothing_alone_changes_no_logits(architecture, tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path, architecture)
     loaded = loader.load_model(EngineConfig(model=str(folder), dtype="float32"))
     before = loaded.model._layers[0].input_norm.clone()
-    monkeypatch.setattr(llama, "make_linear", lambda weight, bias=None, quantize=False: make_linear(weight, bias))
+    monkeypatch.setattr(
+        llama,
+        "make_linear",
+        lambda weight, bias=None, quantize=False, gated=False: make_linear(weight, bias, gated=gated),
+    )
     quantize_model(loaded.model, Tokenizer.load(loaded.tokenizer_path))
     assert not torch.allclose(loaded.model._layers[0].input_norm, before)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -14,9 +14,9 @@ extern "C" struct PgGemm {
   const float* bias;      // [columns] or null
   const float* columns_scale;  // [columns], for int8
   const float* rows_scale;     // [rows], for int8
-  void* out;              // bfloat16 [rows, columns], rows `out_stride` elements apart
+  void* out;              // bfloat16 [rows, columns, or half of them if gated], rows `out_stride` elements apart
   int64_t x_stride, out_stride, rows;
-  int32_t columns, inner, bits, threads;
+  int32_t columns, inner, bits, gated, threads;
 };
 
 #if defined(PAGEDGEN_TILES)
@@ -37,16 +37,31 @@ struct Finished {
   int rows = 0, first_column = 0;
 };
 
-// Where sums go: scaled, with bias, rounded once.
-template <class T>
+// silu(gate) * up. The reciprocal is the approximate one and a step of Newton's, to 28 bits.
+INLINE vf gate_times_up(vf gate, vf up) {
+  const vf most = splat(80.f);  // beyond, the result is 0 to any precision
+  const vf negated = -gate > most ? most : -gate;
+  const vf denominator = 1.f + exp(negated);
+  const vf about = (vf)_mm512_rcp14_ps((__m512)denominator);
+  return gate * (about * (2.f - denominator * about)) * up;
+}
+
+// Where sums go: scaled, with bias, rounded once. GATED: each panel has 16 columns of gates and the 16 that they are for.
+template <class T, bool GATED>
 class Output {
  public:
   explicit Output(const PgGemm& args) : g(args) {}
 
   INLINE void store_rows(const Finished& block, int begin, int end) const {
     const int columns = std::min(BLOCK, g.columns - block.first_column);
-    bf16* target = static_cast<bf16*>(g.out) + (block.first_row + begin) * g.out_stride + block.first_column;
+    bf16* target = static_cast<bf16*>(g.out) + (block.first_row + begin) * g.out_stride +
+                   block.first_column / (GATED ? 2 : 1);
     for (int r = begin; r < end; ++r, target += g.out_stride) {
+      if (GATED) {
+        const vf product = gate_times_up(value(block, r, 0, VL), value(block, r, VL, VL));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), (__m256i)_mm512_cvtneps_pbh((__m512)product));
+        continue;
+      }
       if (columns == BLOCK) {
         const vf low = value(block, r, 0, VL), high = value(block, r, VL, VL);
         // Rounded to nearest even; below the smallest normal number to zero.
@@ -80,7 +95,7 @@ class Output {
   const PgGemm& g;
 };
 
-template <class T>
+template <class T, bool GATED>
 class Gemm {
  public:
   explicit Gemm(const PgGemm& args)
@@ -152,7 +167,7 @@ class Gemm {
   const int64_t panel_bytes;
   const int panels;
   const int64_t row_bytes;
-  const Output<T> output;
+  const Output<T, GATED> output;
   int64_t chunk_rows, chunks;
   int group_panels;
 };
@@ -163,9 +178,9 @@ PAGEDGEN_EXPORT int pg_gemm_available() { return request_tiles(); }
 
 PAGEDGEN_EXPORT void pg_gemm(const PgGemm* args) {
   if (args->bits == 16)
-    Gemm<uint16_t>(*args).run();
+    args->gated ? Gemm<uint16_t, true>(*args).run() : Gemm<uint16_t, false>(*args).run();
   else
-    Gemm<int8_t>(*args).run();
+    args->gated ? Gemm<int8_t, true>(*args).run() : Gemm<int8_t, false>(*args).run();
 }
 
 #else

@@ -94,6 +94,7 @@ class GemmArgs(ctypes.Structure):
         ("columns", c_int32),
         ("inner", c_int32),
         ("bits", c_int32),
+        ("gated", c_int32),
         ("threads", c_int32),
     )
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from .launchers import silu_mul
 from .library import GemmArgs, Library, load
 
 Tensor = torch.Tensor
@@ -14,7 +15,8 @@ class PackedLinear:
     """y = x @ weight.T + bias for x [..., in_features], for inference on a CPU.
 
     weight: [out_features, in_features]; bias: [out_features] or None. The layout is chosen at construction and only
-    that copy is kept, so the caller frees the weight by dropping it. kind: what computes it:
+    that copy is kept, so the caller frees the weight by dropping it. gated: the outputs are gates and then as many
+    values, and y is silu(gate) * value. kind: what computes it:
 
     - "tiles": bfloat16 with the AMX instructions, by a kernel of our own. A row's result depends on that row alone, bit
       for bit, however many there are.
@@ -24,40 +26,53 @@ class PackedLinear:
     - "plain": everything else.
     """
 
-    __slots__ = ("_bias", "_in_features", "_out_features", "_weight", "kind")
+    __slots__ = ("_bias", "_gated", "_in_features", "_out_features", "_weight", "kind")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
         self._out_features, self._in_features = weight.shape
+        self._gated = gated
         self._bias = None if bias is None else bias.detach()
-        self.kind = _kind(weight)
+        self.kind = _kind(weight, gated)
         self._weight = weight.detach()
         if self.kind == "tiles":
-            self._weight = pack_panels(self._weight)
             self._bias = None if bias is None else bias.detach().float().contiguous()
+            if gated:
+                order = gated_order(self._out_features)
+                self._weight, self._bias = self._weight[order], None if self._bias is None else self._bias[order]
+            self._weight = pack_panels(self._weight)
         elif self.kind == "onednn":
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.kind == "plain" or (self.kind == "tiles" and x.dtype is not torch.bfloat16):
-            return torch.nn.functional.linear(x, self._weight, self._bias)
         if x.numel() == 0:
-            return x.new_empty(*x.shape[:-1], self._out_features)
+            return x.new_empty(*x.shape[:-1], self._out_features // (2 if self._gated else 1))
         if self.kind == "tiles":
             rows = x.reshape(-1, self._in_features)
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            return gemm(rows, self._weight, self._out_features, self._bias).view(*x.shape[:-1], -1)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return out
+            return gemm(rows, self._weight, self._out_features, self._bias, self._gated).view(*x.shape[:-1], -1)
+        if self.kind == "plain":
+            out = torch.nn.functional.linear(x, self._weight, self._bias)
+        else:
+            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return silu_mul(out.flatten(0, -2)).view(*x.shape[:-1], -1) if self._gated else out
 
 
 def gemm(
-    x: Tensor, panels: Tensor, columns: int, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None = None
+    x: Tensor,
+    panels: Tensor,
+    columns: int,
+    bias: Tensor | None,
+    gated: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """x [T, in] by the panels of a weight [columns, in] of the same dtype, unit stride in its last dimension ->
-    bfloat16 [T, columns]. bias: float32 [columns]. scales: of int8, float32, for each column and each row."""
+    bfloat16 [T, columns]. bias: float32 [columns]. gated: the columns are in `gated_order`, and half as many come out.
+    scales: of int8, float32, for each column and each row."""
     library = load()
     assert isinstance(library, Library)
-    out = torch.empty(x.shape[0], columns, dtype=torch.bfloat16)
+    if x.dtype is not panels.dtype:
+        raise RuntimeError(f"the input of a layer of {panels.dtype} is {x.dtype}")
+    out = torch.empty(x.shape[0], columns // 2 if gated else columns, dtype=torch.bfloat16)
     library.gemm(
         GemmArgs(
             x.data_ptr(),
@@ -72,6 +87,7 @@ def gemm(
             columns,
             x.shape[1],
             8 * x.element_size(),
+            gated,
             torch.get_num_threads(),
         )
     )
@@ -91,8 +107,13 @@ def pack_panels(weight: Tensor) -> Tensor:
     return panels
 
 
-def tiles_fit(weight: Tensor) -> bool:
-    """Whether this CPU has the tiles, and the weight's inner dimension fills them."""
+def gated_order(columns: int) -> Tensor:
+    """int64 [columns], where gates come before values: 16 gates and the 16 values they are for in each panel."""
+    return torch.arange(columns).view(2, -1, _PANEL // 2).transpose(0, 1).flatten()
+
+
+def tiles_fit(weight: Tensor, gated: bool = False) -> bool:
+    """Whether this CPU has the tiles, and the weight's inner dimension and its gates fill them."""
     library = load()
     return (
         weight.device.type == "cpu"
@@ -100,13 +121,14 @@ def tiles_fit(weight: Tensor) -> bool:
         and library.has_gemm
         and weight.shape[1] > 0
         and weight.shape[1] * weight.element_size() % _STEP_BYTES == 0
+        and not (gated and weight.shape[0] % _PANEL)
     )
 
 
-def _kind(weight: Tensor) -> str:
+def _kind(weight: Tensor, gated: bool) -> str:
     if weight.device.type != "cpu":
         return "plain"
-    if weight.dtype is torch.bfloat16 and tiles_fit(weight):
+    if weight.dtype is torch.bfloat16 and tiles_fit(weight, gated):
         return "tiles"
     return "onednn" if _onednn_can(weight.dtype) else "plain"
 

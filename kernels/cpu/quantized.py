@@ -3,9 +3,9 @@
 import torch
 
 from .. import reference
-from .launchers import TYPES
+from .launchers import TYPES, silu_mul
 from .library import Library, load
-from .linear import gemm, pack_panels, tiles_fit
+from .linear import gated_order, gemm, pack_panels, tiles_fit
 
 Tensor = torch.Tensor
 
@@ -16,20 +16,26 @@ _ZERO_POINT = 128
 class QuantizedLinear:
     """y = x @ weight.T + bias for x [..., in_features] of bfloat16, about: `reference.int8_linear` says exactly how.
 
-    weight: [out_features, in_features] of any float type; bias: [out_features] or None. kind: "tiles" with the AMX
-    instructions, where a row's result depends on that row alone, bit for bit; "onednn" elsewhere.
+    weight: [out_features, in_features] of any float type; bias: [out_features] or None. gated: as for `PackedLinear`.
+    kind: "tiles" with the AMX instructions, where a row's result depends on that row alone, bit for bit; "onednn"
+    elsewhere.
     """
 
-    __slots__ = ("_bias", "_in_features", "_out_features", "_scales", "_weight", "_zeros", "kind")
+    __slots__ = ("_bias", "_gated", "_in_features", "_out_features", "_scales", "_weight", "_zeros", "kind")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
         self._out_features, self._in_features = weight.shape
+        self._gated = gated
         values, scales = reference.quantize_rows(weight.detach())
         self._scales = scales.reshape(-1).contiguous()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._zeros = torch.zeros(self._out_features, dtype=torch.int32)
-        self.kind = "tiles" if tiles_fit(values) else "onednn"
+        self.kind = "tiles" if tiles_fit(values, gated) else "onednn"
         if self.kind == "tiles":
+            if gated:
+                order = gated_order(self._out_features)
+                values, self._scales = values[order], self._scales[order]
+                self._bias = None if self._bias is None else self._bias[order]
             self._weight = pack_panels(values)
         else:
             self._weight = torch.ops.onednn.qlinear_prepack(values, None)
@@ -37,13 +43,14 @@ class QuantizedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self._in_features)
         if not rows.shape[0]:
-            return x.new_empty(*x.shape[:-1], self._out_features)
+            return x.new_empty(*x.shape[:-1], self._out_features // (2 if self._gated else 1))
         values, scales = quantize_rows(rows)
         if self.kind == "tiles":
-            out = gemm(values, self._weight, self._out_features, self._bias, (self._scales, scales))
+            out = gemm(values, self._weight, self._out_features, self._bias, self._gated, (self._scales, scales))
         else:
             out = self._onednn(values, scales)
-        return out.to(x.dtype).view(*x.shape[:-1], self._out_features)
+            out = silu_mul(out) if self._gated else out
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
 
     def _onednn(self, values: Tensor, scales: Tensor) -> Tensor:
         shifted = (values.to(torch.int16) + _ZERO_POINT).to(torch.uint8)

@@ -4,14 +4,18 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from pagedgen_kernels import reference
 from torch import nn
 from torch.nn import functional
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, quantize: bool = False) -> Linear:
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantize: bool = False, gated: bool = False
+) -> Linear:
     """weight [out, in], bias [out] -> a function of x [T, in] that gives [T, out]. quantize: in eight bits, on a CPU.
+    gated: the outputs are gates and then as many values, and silu(gate) * value is what it gives, [T, out / 2].
 
     On a CPU the weight is repacked into oneDNN's own layout and `weight` can be freed: a plain bf16 linear of few rows
     takes a path 10 to 20 times slower there.
@@ -19,14 +23,15 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, quantize
     if quantize:
         from pagedgen_kernels.cpu.quantized import QuantizedLinear
 
-        quantized: Linear = QuantizedLinear(weight, bias)
+        quantized: Linear = QuantizedLinear(weight, bias, gated)
         return quantized
     if weight.device.type == "cpu":
         from pagedgen_kernels.cpu.linear import PackedLinear
 
-        packed: Linear = PackedLinear(weight, bias)
+        packed: Linear = PackedLinear(weight, bias, gated)
         return packed
-    return partial(functional.linear, weight=weight, bias=bias)
+    plain = partial(functional.linear, weight=weight, bias=bias)
+    return (lambda x: reference.silu_mul(plain(x))) if gated else plain
 
 
 class PackedModule(nn.Module):
@@ -39,7 +44,7 @@ class PackedModule(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, quantize: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.linear = make_linear(weight, bias, quantize)
+        self.linear = make_linear(weight, bias, quantize=quantize)
         self.weight = weight.to("meta")
         self.bias = bias
 

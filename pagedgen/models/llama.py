@@ -38,7 +38,7 @@ class _Layer:
     key_norm: torch.Tensor | None
     output: Linear
     post_norm: torch.Tensor
-    gate_up: Linear
+    gate_up: Linear  # gives silu(gate) * up
     down: Linear
     window: int | None
     use_rope: bool
@@ -116,7 +116,7 @@ class LlamaModel:
                 # past the last attention no token reads another, so only the rows that are asked for go on
                 heads, residual = heads[batch.logit_rows], residual[batch.logit_rows]
             normed, residual = kernels.add_rms_norm(layer.output(heads), residual, layer.post_norm, self._eps)
-            product = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+            product = layer.down(layer.gate_up(normed))
             normed, residual = kernels.add_rms_norm(product, residual, next_norm, self._eps)
         return normed
 
@@ -171,13 +171,13 @@ class _Loader:
         self.bytes += tensor.nbytes
         return tensor
 
-    def linear(self, *names: str, bias: bool) -> Linear:
+    def linear(self, *names: str, bias: bool, gated: bool = False) -> Linear:
         """The named projections of one input, fused along their outputs."""
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         if len(names) == 1:
             return make_linear(weights[0], biases[0] if bias else None)
-        return make_linear(torch.cat(weights), torch.cat(biases) if bias else None)
+        return make_linear(torch.cat(weights), torch.cat(biases) if bias else None, gated=gated)
 
     def layer(self, index: int) -> _Layer:
         prefix = f"model.layers.{index}"
@@ -190,7 +190,7 @@ class _Loader:
             key_norm=self.tensor(f"{attention}.k_norm.weight") if has_norms else None,
             output=self.linear(f"{attention}.o_proj", bias=self._output_bias),
             post_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=self._mlp_bias),
+            gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=self._mlp_bias, gated=True),
             down=self.linear(f"{mlp}.down_proj", bias=self._mlp_bias),
             window=self._window(index),
             use_rope=self._config.model_type != "smollm3" or bool(self._config.no_rope_layers[index]),
@@ -219,7 +219,7 @@ class _Loader:
             qkv=self._quantized(smoothed.q, smoothed.k, smoothed.v),
             output=self._quantized(smoothed.output),
             post_norm=smoothed.post_norm.to(self._dtype),
-            gate_up=self._quantized(smoothed.gate, smoothed.up),
+            gate_up=self._quantized(smoothed.gate, smoothed.up, gated=True),
             down=self._quantized(smoothed.down),
         )
 
@@ -227,11 +227,11 @@ class _Loader:
         names = (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",)
         return Projection(*(self._checkpoint.load(each, self._dtype, self._device) for each in names))
 
-    def _quantized(self, *projections: Projection) -> Linear:
+    def _quantized(self, *projections: Projection, gated: bool = False) -> Linear:
         biases = [p.bias for p in projections if p.bias is not None]
         weight, bias = torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
         self.bytes += linear_bytes(weight, bias, True)
-        return make_linear(weight, bias, True)
+        return make_linear(weight, bias, quantize=True, gated=gated)
 
     def head(self, embedding: torch.Tensor) -> Linear:
         """The LM head; a tied one repacks the embedding. A head that the checkpoint has wins over a config that ties
