@@ -24,6 +24,8 @@ extern "C" struct PgGemm {
 namespace {
 
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of the rows that one task goes through for each panel: they stay in L2
+constexpr int64_t PANEL_BYTES = 40 << 10;   // of a panel that stays in the L1 cache
+constexpr int64_t LARGE_BYTES = 16 << 20;   // of results that go to memory past the caches, which they would only fill
 constexpr int TASKS_PER_THREAD = 6;         // so that a thread that was held up leaves its share to the other
 
 struct alignas(64) Sums {
@@ -50,7 +52,10 @@ INLINE vf gate_times_up(vf gate, vf up) {
 template <class T, bool GATED>
 class Output {
  public:
-  explicit Output(const PgGemm& args) : g(args) {}
+  explicit Output(const PgGemm& args)
+      : g(args),
+        past_caches(args.rows * args.columns * int64_t(sizeof(bf16)) >= LARGE_BYTES &&
+                    reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && args.out_stride % 32 == 0) {}
 
   INLINE void store_rows(const Finished& block, int begin, int end) const {
     const int columns = std::min(BLOCK, g.columns - block.first_column);
@@ -66,7 +71,10 @@ class Output {
         const vf low = value(block, r, 0, VL), high = value(block, r, VL, VL);
         // Rounded to nearest even; below the smallest normal number to zero.
         const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-        std::memcpy(target, &both, sizeof both);
+        if (past_caches)
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(target), (__m512i)both);
+        else
+          std::memcpy(target, &both, sizeof both);
         continue;
       }
       for (int c = 0; c < columns; c += VL) {
@@ -93,6 +101,7 @@ class Output {
   }
 
   const PgGemm& g;
+  const bool past_caches;
 };
 
 template <class T, bool GATED>
@@ -107,6 +116,7 @@ class Gemm {
         output(args) {
     const int64_t inner_bytes = int64_t(args.inner) * int64_t(sizeof(T));
     chunk_rows = std::max<int64_t>(BLOCK, CHUNK_BYTES / inner_bytes / BLOCK * BLOCK);
+    passing = panel_bytes <= PANEL_BYTES;
     chunks = (args.rows + chunk_rows - 1) / chunk_rows;
     const int64_t groups = std::max<int64_t>(1, int64_t(TASKS_PER_THREAD) * args.threads / chunks);
     group_panels = int(std::max<int64_t>(1, (panels + groups - 1) / groups));
@@ -118,6 +128,7 @@ class Gemm {
       const TileScope tiles;
       for (int64_t task = begin; task < end; ++task)
         run_task(task / groups * chunk_rows, int(task % groups) * group_panels);
+      _mm_sfence();  // what was stored past the caches is seen by whoever comes next
     });
   }
 
@@ -148,12 +159,14 @@ class Gemm {
           for (int l = 0; l < lines; ++l) _mm_prefetch(ahead + (int64_t(step) * lines + l) * 64, _MM_HINT_T1);
           output.store_rows(pending, step * each, std::min(pending.rows, step * each + each));
         };
-        if (r < whole_end)
-          multiply_block<T, false>(row(r), row_bytes, panel, steps, &sums, meanwhile);
+        if (r < whole_end && passing)
+          multiply_block<T, false, true>(row(r), row_bytes, panel, steps, &sums, meanwhile);
+        else if (r < whole_end)
+          multiply_block<T, false, false>(row(r), row_bytes, panel, steps, &sums, meanwhile);
         else if (rest > TILE_ROWS)
-          multiply_block<T, false>(padded.data(), int64_t(steps) * TILE_BYTES, panel, steps, &sums, meanwhile);
+          multiply_block<T, false, false>(padded.data(), int64_t(steps) * TILE_BYTES, panel, steps, &sums, meanwhile);
         else
-          multiply_block<T, true>(padded.data(), int64_t(steps) * TILE_BYTES, panel, steps, &sums, meanwhile);
+          multiply_block<T, true, false>(padded.data(), int64_t(steps) * TILE_BYTES, panel, steps, &sums, meanwhile);
         pending = {&sums, r, r < whole_end ? BLOCK : rest, p * BLOCK};
       }
     }
@@ -169,6 +182,7 @@ class Gemm {
   const int64_t row_bytes;
   const Output<T, GATED> output;
   int64_t chunk_rows, chunks;
+  bool passing;
   int group_panels;
 };
 

@@ -43,8 +43,9 @@ class TileScope {
 
 // sums[32][32] = a[32][steps] * panel[steps][32], where a step is 64 bytes of each row: 32 numbers of bfloat16 with sums
 // in float32, or 64 of int8 with sums in int32. a's rows are `stride` bytes apart. With HALF only the first 16 rows.
+// With PASSING a is read past the L1 cache: it would drive the panel out, which the next rows are multiplied by as well.
 // meanwhile(k) is called in each step: other work that the processor does beside the products.
-template <class T, bool HALF, class Meanwhile>
+template <class T, bool HALF, bool PASSING, class Meanwhile>
 INLINE void multiply_block(const char* a, int64_t stride, const char* panel, int steps, void* sums,
                            const Meanwhile& meanwhile) {
   static_assert(sizeof(T) <= 2, "bf16 or int8");
@@ -57,11 +58,15 @@ INLINE void multiply_block(const char* a, int64_t stride, const char* panel, int
   }
   for (int k = 0; k < steps; ++k) {
     _tile_loadd(6, panel + k * PANEL_STEP, TILE_BYTES);
-    _tile_loadd(4, a + k * TILE_BYTES, stride);
+    if (PASSING)
+      _tile_stream_loadd(4, a + k * TILE_BYTES, stride);
+    else
+      _tile_loadd(4, a + k * TILE_BYTES, stride);
     _tile_loadd(7, panel + k * PANEL_STEP + PANEL_STEP / 2, TILE_BYTES);
     if (WIDE) {
       _tile_dpbf16ps(0, 4, 6);
-      if (!HALF) _tile_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
+      if (!HALF && PASSING) _tile_stream_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
+      if (!HALF && !PASSING) _tile_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
       _tile_dpbf16ps(1, 4, 7);
       meanwhile(k);
       if (!HALF) {
@@ -70,7 +75,8 @@ INLINE void multiply_block(const char* a, int64_t stride, const char* panel, int
       }
     } else {
       _tile_dpbssd(0, 4, 6);
-      if (!HALF) _tile_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
+      if (!HALF && PASSING) _tile_stream_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
+      if (!HALF && !PASSING) _tile_loadd(5, a + TILE_ROWS * stride + k * TILE_BYTES, stride);
       _tile_dpbssd(1, 4, 7);
       meanwhile(k);
       if (!HALF) {
