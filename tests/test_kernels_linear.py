@@ -54,7 +54,7 @@ def test_plain_where_onednn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", [32, 40, 96])
 def test_gated_layers(dtype: torch.dtype, bias: bool, width: int) -> None:
     """Fused with the product where it is computed in tiles and the width fills them, a pass of its own elsewhere."""
-    weight = torch.randn(2 * width, 64).to(dtype) * 3
+    weight = torch.randn(2 * width, 64).to(dtype) / 8
     offset = torch.randn(2 * width).to(dtype) if bias else None
     layer = PackedLinear(weight.clone(), offset, gated=True)
     assert (layer.kind == "tiles") == (HAS_TILES and dtype is torch.bfloat16 and width % 16 == 0)
@@ -65,7 +65,7 @@ def test_gated_layers(dtype: torch.dtype, bias: bool, width: int) -> None:
         out = layer(x)
         assert out.shape == (rows, width)
         tolerance = {torch.bfloat16: 0.02, torch.float16: 0.002}.get(dtype, 1e-5)
-        torch.testing.assert_close(out.double(), expected, atol=tolerance * 100, rtol=tolerance)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance * 10, rtol=tolerance)
     extreme = layer(torch.tensor([1e30, -1e30, torch.nan])[:, None].expand(3, 64).to(dtype))
     assert extreme[2].isnan().all()
 
