@@ -27,8 +27,8 @@ float add_and_square(const T* x, const T* residual, T* sum, int width) {
       v += load_part(residual + i, n);
       T rounded[VL];
       store(rounded, v);
-      std::memcpy(sum + i, rounded, n * sizeof(T));
       v = load(rounded);
+      store_part(sum + i, v, n);
     }
     squares += v * v;
   }
@@ -59,7 +59,11 @@ float quantize_row(const T* x, int8_t* out, int width) {
   for (int i = 0; i < width; i += VL) {
     const int n = std::min(VL, width - i);
     const vi whole = bit_cast<vi>(load_part(x + i, n) * inverse + magic) - bit_cast<vi>(magic);
-    for (int j = 0; j < n; ++j) out[i + j] = int8_t(whole[j]);
+    const vb bytes = __builtin_convertvector(whole, vb);
+    if (n == VL)
+      std::memcpy(out + i, &bytes, sizeof bytes);
+    else
+      for (int j = 0; j < n; ++j) out[i + j] = bytes[j];
   }
   return not_a_number == 0 ? magnitude / 127.f : not_a_number;
 }

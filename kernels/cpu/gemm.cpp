@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t CHUNK_BYTES = 512 << 10;  // of the rows that one task goes through for each panel: they stay in L2
 constexpr int64_t PANEL_BYTES = 40 << 10;   // of a panel that stays in the L1 cache
 constexpr int64_t LARGE_BYTES = 16 << 20;   // of results that go to memory past the caches, which they would only fill
-constexpr int TASKS_PER_THREAD = 6;         // so that a thread that was held up leaves its share to the other
+constexpr int TASKS_PER_THREAD = 3;         // so that a thread that was held up leaves its share to the other
 
 struct alignas(64) Sums {
   char bytes[BLOCK * BLOCK * 4];

@@ -34,7 +34,7 @@ void rotate_row(const T* x, const float* cosine, const float* sine, T* out, int 
     store_part(out + i, a * load_part(cosine + i, n) - b * load_part(sine + i, n), n);
     store_part(out + half + i, b * load_part(cosine + half + i, n) + a * load_part(sine + half + i, n), n);
   }
-  std::memcpy(out + rotary_dim, x + rotary_dim, (dim - rotary_dim) * sizeof(T));
+  if (rotary_dim < dim) std::memcpy(out + rotary_dim, x + rotary_dim, (dim - rotary_dim) * sizeof(T));
 }
 
 template <class T>

@@ -32,6 +32,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef int8_t vb __attribute__((vector_size(VL)));
 
 struct bf16 {
   uint16_t bits;
@@ -105,6 +106,9 @@ INLINE vf load(const f16* p) {
 INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
 
 INLINE void store(bf16* p, vf v) {  // round to nearest even; a NaN stays a (quiet) NaN
+#if defined(__AVX512F__) && defined(__AVX512BF16__)  // numbers below the smallest normal one become zero
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
   const vu bits = bit_cast<vu>(v);
   const vu rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   const vu quiet = v == v ? rounded : (bits >> 16 | 0x40u);
@@ -113,6 +117,7 @@ INLINE void store(bf16* p, vf v) {  // round to nearest even; a NaN stays a (qui
 #else
   const vh half = __builtin_convertvector(quiet, vh);
   std::memcpy(p, &half, sizeof half);
+#endif
 #endif
 }
 
