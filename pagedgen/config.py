@@ -28,7 +28,7 @@ class EngineConfig:
     kv_memory: bytes of the KV pool; None takes what is free after the weights and the measured activation peak.
     block_size: tokens a KV block holds. max_batch_tokens: most tokens computed in one step.
     max_seqs: most sequences that run at a time. max_model_len: longest prompt plus completion in tokens; None is the
-    model's own limit. quantize: "int8" computes the decoder's linear layers in eight bits, on a CPU (W8A8, dynamic).
+    model's own limit. quantize: "int8" computes some of the linear layers in eight bits, on a CPU (W8A8, dynamic).
     trust_remote_code: run the Python code that comes with a model's files, where it needs it.
     """
 

@@ -198,7 +198,7 @@ QuantizeOption = Annotated[
     Quantize | None,
     typer.Option(
         "--quantize",
-        help="Compute the decoder's layers in eight bits (CPU): half the memory, faster, less exact.",
+        help="Compute some of the decoder's layers in eight bits (CPU): half the memory for them, faster, less exact.",
         rich_help_panel=ENGINE,
         show_default=False,
     ),

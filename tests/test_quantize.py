@@ -33,14 +33,14 @@ def test_smoothing_alone_changes_no_logits(architecture, tmp_path, monkeypatch):
     """The layers once more in float32 instead of eight bits: what is divided is multiplied elsewhere."""
     folder = tiny_checkpoint(tmp_path, architecture)
     loaded = loader.load_model(EngineConfig(model=str(folder), dtype="float32"))
-    before = loaded.model._layers[0].input_norm.clone()
+    before = loaded.model._layers[0].post_norm.clone()
     monkeypatch.setattr(
         llama,
         "make_linear",
         lambda weight, bias=None, quantize=False, gated=False: make_linear(weight, bias, gated=gated),
     )
     quantize_model(loaded.model, Tokenizer.load(loaded.tokenizer_path))
-    assert not torch.allclose(loaded.model._layers[0].input_norm, before)
+    assert not torch.allclose(loaded.model._layers[0].post_norm, before)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     sequences = random_sequences(LENGTHS)
     for ours, ids in zip(run_packed(loaded.model, sequences, 7, 4), sequences, strict=True):
@@ -48,11 +48,13 @@ def test_smoothing_alone_changes_no_logits(architecture, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", NATIVE)
-def test_a_native_model_has_all_layers_but_its_head_in_eight_bits(architecture, tmp_path):
+def test_a_native_model_has_its_output_gate_and_up_projections_in_eight_bits(architecture, tmp_path):
     folder = tiny_checkpoint(tmp_path, architecture)
     engine, plain = quantized(folder), Engine(EngineConfig(model=str(folder), kv_memory=1 << 20))
     for layer in engine.model._layers:
-        assert all(isinstance(x, QuantizedLinear) for x in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        assert isinstance(layer.output, QuantizedLinear)
+        assert isinstance(layer.gate_up, QuantizedLinear)
+        assert all(isinstance(x, PackedLinear) for x in (layer.qkv, layer.down))
     assert isinstance(engine.model._head, PackedLinear)
     assert engine.spec.weight_bytes < plain.spec.weight_bytes
     sequences = random_sequences(LENGTHS)

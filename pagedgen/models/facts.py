@@ -26,11 +26,13 @@ _META = torch.device("meta")
 @dataclass(frozen=True, slots=True)
 class Size:
     """parameters: of the model, a tied head counted once. active: of its layers, those that a token goes through.
-    head: of the matrix that gives the logits. weight_bytes: what the loaded weights occupy."""
+    head: of the matrix that gives the logits. quantizable: what `--quantize` stores in eight bits. weight_bytes: what
+    the loaded weights occupy."""
 
     parameters: int
     active: int
     head: int
+    quantizable: int
     weight_bytes: int
 
 
@@ -98,7 +100,7 @@ def _in_eight_bits(config: EngineConfig, facts: ModelFacts) -> ModelFacts:
     """The facts with the layers' weights quantized, if they are to be; their scales are left out."""
     if not check_quantize(config, facts.device):
         return facts
-    saved = facts.size.active * (facts.dtype.itemsize - 1)
+    saved = facts.size.quantizable * (facts.dtype.itemsize - 1)
     return replace(facts, size=replace(facts.size, weight_bytes=facts.size.weight_bytes - saved))
 
 
@@ -166,7 +168,8 @@ def _native_size(
     is_tied = config.tie_word_embeddings and (checkpoint is None or "lm_head.weight" not in checkpoint)
     parameters = layers + hidden + head * (1 if is_tied else 2)
     loaded = parameters + head * (is_tied and device.type == "cpu")
-    return Size(parameters, layers, head, loaded * dtype.itemsize)
+    quantizable = config.num_hidden_layers * hidden * (query + 2 * inner)
+    return Size(parameters, layers, head, quantizable, loaded * dtype.itemsize)
 
 
 def _hook_facts(
@@ -245,7 +248,7 @@ def _hook_size(module: nn.Module, config: Any, dtype: torch.dtype, device: torch
         kept = {id(p): p for m in module.modules() if id(m) not in linears for p in m.parameters(recurse=False)}
         packed = [p for m in linears.values() for p in m.parameters(recurse=False)]
         held = [*kept.values(), *packed, *module.buffers()]
-    return Size(parameters, active, head, sum(tensor.nbytes for tensor in held))
+    return Size(parameters, active, head, active, sum(tensor.nbytes for tensor in held))
 
 
 def _of(config: Any, name: str) -> int:

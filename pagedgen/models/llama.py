@@ -47,10 +47,8 @@ class _Layer:
 class _Recorders(NamedTuple):
     """Of one layer's linear layers, in the order of LayerRanges."""
 
-    qkv: RangeRecorder
     output: RangeRecorder
     gate_up: RangeRecorder
-    down: RangeRecorder
 
 
 class LlamaModel:
@@ -83,16 +81,11 @@ class LlamaModel:
         )
 
     def quantize(self, run: Callable[[], None]) -> None:
-        """Put layers of eight bits in place of all there are but the head, whose errors nothing evens out. run: runs
-        some text through the model, which shows how large the inputs of the layers get."""
-        recorders = [
-            _Recorders(*map(RangeRecorder, (layer.qkv, layer.output, layer.gate_up, layer.down)))
-            for layer in self._layers
-        ]
+        """Put layers of eight bits in place of the output, gate and up projections. run: runs some text through the
+        model, which shows how large their inputs get."""
+        recorders = [_Recorders(*map(RangeRecorder, (layer.output, layer.gate_up))) for layer in self._layers]
         pairs = zip(self._layers, recorders, strict=True)
-        self._layers = tuple(
-            replace(layer, qkv=r.qkv, output=r.output, gate_up=r.gate_up, down=r.down) for layer, r in pairs
-        )
+        self._layers = tuple(replace(layer, output=r.output, gate_up=r.gate_up) for layer, r in pairs)
         run()
         ranges = [LayerRanges(*(recorder.measured for recorder in found)) for found in recorders]
         recorders.clear()
@@ -101,7 +94,6 @@ class LlamaModel:
         for index, found in enumerate(ranges):  # each in turn, so that two whole models are never held
             layers[index] = loader.quantized_layer(index, found, self._head_dim, layers[index])
         self._layers = tuple(layers)
-        self._next_norms = (*(layer.input_norm for layer in layers[1:]), self._next_norms[-1])
         self.spec = replace(self.spec, weight_bytes=loader.bytes)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
@@ -197,30 +189,27 @@ class _Loader:
         )
 
     def quantized_layer(self, index: int, ranges: LayerRanges, head_dim: int, layer: _Layer) -> _Layer:
-        """The layer once more, of eight bits."""
+        """The layer once more, some of it in eight bits."""
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        query, key = (self._projection(f"{attention}.{name}_proj", self._qkv_bias) for name in "qk")
         parts = LayerParts(
-            input_norm=layer.input_norm,
-            q=self._projection(f"{attention}.q_proj", self._qkv_bias),
-            k=self._projection(f"{attention}.k_proj", self._qkv_bias),
-            v=self._projection(f"{attention}.v_proj", self._qkv_bias),
+            value=self._projection(f"{attention}.v_proj", self._qkv_bias),
             output=self._projection(f"{attention}.o_proj", self._output_bias),
             post_norm=layer.post_norm,
             gate=self._projection(f"{mlp}.gate_proj", self._mlp_bias),
             up=self._projection(f"{mlp}.up_proj", self._mlp_bias),
-            down=self._projection(f"{mlp}.down_proj", self._mlp_bias),
         )
-        self.bytes -= sum(p.weight.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in parts.projections)
+        quantized = (parts.output, parts.gate, parts.up)
+        self.bytes -= sum(p.weight.nbytes + (0 if p.bias is None else p.bias.nbytes) for p in quantized)
         smoothed = smooth(parts, ranges, head_dim)
+        qkv = _fused(query, key, smoothed.value, dtype=self._dtype)
         return replace(
             layer,
-            input_norm=smoothed.input_norm.to(self._dtype),
-            qkv=self._quantized(smoothed.q, smoothed.k, smoothed.v),
+            qkv=make_linear(*qkv),
             output=self._quantized(smoothed.output),
             post_norm=smoothed.post_norm.to(self._dtype),
             gate_up=self._quantized(smoothed.gate, smoothed.up, gated=True),
-            down=self._quantized(smoothed.down),
         )
 
     def _projection(self, name: str, has_bias: bool) -> Projection:
@@ -228,8 +217,7 @@ class _Loader:
         return Projection(*(self._checkpoint.load(each, self._dtype, self._device) for each in names))
 
     def _quantized(self, *projections: Projection, gated: bool = False) -> Linear:
-        biases = [p.bias for p in projections if p.bias is not None]
-        weight, bias = torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
+        weight, bias = _fused(*projections, dtype=torch.float32)
         self.bytes += linear_bytes(weight, bias, True)
         return make_linear(weight, bias, quantize=True, gated=gated)
 
@@ -249,3 +237,9 @@ class _Loader:
         sliding = config.model_type == "mistral" or config.layer_types[index] == "sliding_attention"
         window: int | None = config.sliding_window if sliding else None
         return window
+
+
+def _fused(*projections: Projection, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight and bias of all of them, along their outputs."""
+    biases = [p.bias.to(dtype) for p in projections if p.bias is not None]
+    return torch.cat([p.weight.to(dtype) for p in projections]), torch.cat(biases) if biases else None

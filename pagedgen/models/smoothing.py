@@ -1,8 +1,9 @@
 """What makes eight bits enough: activations that are large in a few channels are divided there, and the weights
 multiplied, before both are rounded (SmoothQuant; Xiao et al., 2023, with a migration strength of 0.5).
 
-The divisions cost nothing: whatever produces an input takes them in, the norm before the projections, the value
-projection before the output's, the up projection before the down's.
+The divisions cost nothing: whatever produces an input takes them in, the norm before the gate and up projections, the
+value projection before the output's. The query, key, value and down projections stay as they are: rounding the down's
+inputs costs as much as all of the rest together, and of the rest most comes from the first three.
 """
 
 from collections.abc import Callable
@@ -37,53 +38,36 @@ class Projection:
 class LayerParts:
     """The weights of a decoder layer of the Llama family that quantizing touches."""
 
-    input_norm: Tensor
-    q: Projection
-    k: Projection
-    v: Projection
+    value: Projection
     output: Projection
     post_norm: Tensor
     gate: Projection
     up: Projection
-    down: Projection
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.q, self.k, self.v, self.output, self.gate, self.up, self.down
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRanges:
-    """The largest magnitude of each input channel, float32: qkv [hidden], output [heads * dim], gate_up [hidden], down
-    [intermediate]."""
+    """The largest magnitude of each input channel, float32: output [heads * dim], gate_up [hidden]."""
 
-    qkv: Tensor
     output: Tensor
     gate_up: Tensor
-    down: Tensor
 
 
 def smooth(parts: LayerParts, ranges: LayerRanges, head_dim: int) -> LayerParts:
     """The same layer with evener inputs to its projections."""
-    kv_heads = parts.v.weight.shape[0] // head_dim
-    qkv = divisors(ranges.qkv, parts.q.weight, parts.k.weight, parts.v.weight)
+    kv_heads = parts.value.weight.shape[0] // head_dim
     gate_up = divisors(ranges.gate_up, parts.gate.weight, parts.up.weight)
-    down = divisors(ranges.down, parts.down.weight)
     # The query heads of a group read the same values, so they share their divisors.
     grouped = ranges.output.view(kv_heads, -1, head_dim).amax(1).flatten()
     columns = parts.output.weight.float().abs().amax(0).view(kv_heads, -1, head_dim).amax(1).view(1, -1)
     value = divisors(grouped, columns)
     output = value.view(kv_heads, 1, head_dim).expand(-1, ranges.output.numel() // grouped.numel(), -1).flatten()
     return LayerParts(
-        input_norm=parts.input_norm.float() / qkv,
-        q=parts.q.times_inputs(qkv),
-        k=parts.k.times_inputs(qkv),
-        v=parts.v.times_inputs(qkv).times_outputs(1 / value),
+        value=parts.value.times_outputs(1 / value),
         output=parts.output.times_inputs(output),
         post_norm=parts.post_norm.float() / gate_up,
         gate=parts.gate.times_inputs(gate_up),
-        up=parts.up.times_inputs(gate_up).times_outputs(1 / down),
-        down=parts.down.times_inputs(down),
+        up=parts.up.times_inputs(gate_up),
     )
 
 
