@@ -39,11 +39,20 @@ struct Finished {
   int rows = 0, first_column = 0;
 };
 
-// silu(gate) * up. The reciprocal is the approximate one and a step of Newton's, to 28 bits.
+// silu(gate) * up to some 18 bits, more than a bfloat16 has: the series of 2^x to the fifth power around whole numbers, the
+// approximate reciprocal and a step of Newton's.
 INLINE vf gate_times_up(vf gate, vf up) {
-  const vf most = splat(80.f);  // beyond, the result is 0 to any precision
-  const vf negated = -gate > most ? most : -gate;
-  const vf denominator = 1.f + exp(negated);
+  // Beyond 2^120 the result is 0 to any precision. In this order a NaN stays.
+  const __m512 exponent = _mm512_min_ps(_mm512_set1_ps(120.f), (__m512)(gate * -1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(exponent, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const vf r = (vf)exponent - (vf)whole;
+  vf power = splat(1.3333558e-3f);
+  power = power * r + 9.6181291e-3f;
+  power = power * r + 5.5504109e-2f;
+  power = power * r + 2.4022651e-1f;
+  power = power * r + 6.9314718e-1f;
+  power = power * r + 1.f;
+  const vf denominator = 1.f + (vf)_mm512_scalef_ps((__m512)power, whole);
   const vf about = (vf)_mm512_rcp14_ps((__m512)denominator);
   return gate * (about * (2.f - denominator * about)) * up;
 }
