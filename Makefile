@@ -68,6 +68,7 @@ bench: setup ## the benchmarks; results go to build/bench/
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.plan
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.paper
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.step
+	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.linear
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.quality
 
 clean: ## remove build results and caches; the virtual environment stays

@@ -1,11 +1,12 @@
 """Where the time of a decoding step goes, beside what the same matrix products and the same reads of memory take alone.
 
 A batch of sequences decodes in the engine; the calls of its model's layers, of the kernels and of the sampler are timed
-one by one. Then, in the same process: the matrix products of a step, each by itself on data that is warm, and a plain
-read of as many bytes as the step reads of keys and values. Their sum is the least that a step can take here.
+one by one. Then, in the same process: the matrix products of a step, each by itself and by the faster of our kernel and
+oneDNN, and a plain read of as many bytes in a row as the step reads of keys and values. Their sum is the roofline.
 """
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections import defaultdict
@@ -19,6 +20,9 @@ from benchmarks.common import print_table, write_results
 from pagedgen.process import prepare_process
 
 if TYPE_CHECKING:
+    import torch
+    from pagedgen_kernels.cpu.decoder import Decoder
+
     from pagedgen import Engine
 
 KERNELS = (
@@ -29,6 +33,7 @@ KERNELS = (
     "paged_attention",
     "greedy_argmax",
 )
+REPEATS = 20
 LINEARS = ("qkv", "output", "gate_up", "down")
 
 
@@ -37,6 +42,8 @@ class Timers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
+        self._parts: tuple[str, ...] = ()
+        self._of_decoder: Any = []
 
     def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -47,9 +54,15 @@ class Timers:
 
         return timed
 
+    def watch(self, decoder: "Decoder") -> None:
+        """The parts of a decoder that times itself."""
+        self._of_decoder = decoder.seconds = (ctypes.c_double * len(decoder.parts))()
+        self._parts = decoder.parts
+
     def take(self) -> dict[str, float]:
-        taken = dict(self._seconds)
+        taken = dict(self._seconds) | dict(zip(self._parts, self._of_decoder, strict=True))
         self._seconds.clear()
+        self._of_decoder[:] = [0.0] * len(self._parts)
         return taken
 
 
@@ -57,23 +70,27 @@ def instrument(engine: "Engine") -> Timers:
     """Time the calls of a native model's layers and of the kernels."""
     from dataclasses import fields, replace
 
-    timers, model, runner = Timers(), engine.model, engine.runner
+    timers, runner = Timers(), engine.runner
+    model: Any = engine.model
     attention = runner.attention
+    decoder = model.whole_decoder(runner.kv_cache, attention)
+    if decoder is not None:
+        timers.watch(decoder)
     wrapped = SimpleNamespace(**{name: getattr(attention.kernels, name) for name in dir(attention.kernels)})
     for name in KERNELS:
         setattr(wrapped, name, timers.wrap(name, getattr(attention.kernels, name)))
     kernels: ModuleType = wrapped  # type: ignore[assignment]
-    runner.attention = replace(attention, kernels=kernels)
     runner.sampler.kernels = kernels
-    layers: Any = model
-    layers._layers = tuple(
-        replace(
-            layer,
-            **{f.name: timers.wrap(f.name, getattr(layer, f.name)) for f in fields(layer) if f.name in LINEARS},
+    model._head = timers.wrap("head", model._head)
+    if decoder is None:
+        runner.attention = replace(attention, kernels=kernels)
+        model._layers = tuple(
+            replace(
+                layer,
+                **{f.name: timers.wrap(f.name, getattr(layer, f.name)) for f in fields(layer) if f.name in LINEARS},
+            )
+            for layer in model._layers
         )
-        for layer in layers._layers
-    )
-    layers._head = timers.wrap("head", layers._head)
     return timers
 
 
@@ -103,36 +120,62 @@ def measure(engine: "Engine", sequences: int, prompt: int, output: int) -> tuple
 
 
 def alone(engine: "Engine", sequences: int, kv_bytes: float) -> dict[str, float]:
-    """Milliseconds of the step's matrix products, each alone, and of reading `kv_bytes`, medians."""
+    """Milliseconds of the step's matrix products, each alone and by the faster of our kernel and oneDNN, and of reading
+    `kv_bytes`: the fastest of some repetitions."""
     import torch
-
-    def best(call: Callable[[], object], repeats: int) -> float:
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return 1e3 * statistics.median(times)
 
     model: Any = engine.model
     layer, count = model._layers[0], len(model._layers)
-    hidden, dtype = model._embedding.shape[1], engine.spec.dtype
+    vocab_size, hidden = model._embedding.shape
+    heads = model._num_heads * model._head_dim
     found: dict[str, float] = {}
     with torch.inference_mode():
-        narrow = torch.randn(sequences, hidden, dtype=dtype)
-        gated = layer.gate_up(narrow)
-        wide = torch.randn(sequences, gated.shape[1] // 2, dtype=dtype)
-        heads = torch.randn(sequences, model._num_heads * model._head_dim, dtype=dtype)
-        for name, x in (("qkv", narrow), ("output", heads), ("gate_up", narrow), ("down", wide)):
-            linears = [getattr(each, name) for each in model._layers]  # each weight is read anew, as in a step
-            found[name] = best(lambda linears=linears, x=x: [linear(x) for linear in linears], 20)  # type: ignore[misc]
-        found["head"] = best(lambda: model._head(narrow), 20)
+        narrow = torch.randn(sequences, hidden, dtype=engine.spec.dtype)
+        inner = layer.gate_up(narrow).shape[1]
+        shapes = {
+            "qkv": (layer.qkv(narrow).shape[1], hidden, count),
+            "output": (hidden, heads, count),
+            "gate_up": (2 * inner, hidden, count),
+            "down": (hidden, inner, count),
+            "head": (vocab_size, hidden, 1),
+        }
+        for name, (outputs, inputs, layers) in shapes.items():
+            found[name] = fastest_product(sequences, outputs, inputs, layers, engine.spec.dtype)
         memory = torch.ones(int(kv_bytes) // 8, dtype=torch.int64)
-        found["reading KV"] = best(memory.sum, 10)
-    assert count == len(model._layers)
+        found["reading KV"] = fastest(memory.sum)
     return found
+
+
+def fastest_product(rows: int, outputs: int, inputs: int, layers: int, dtype: "torch.dtype") -> float:
+    """Milliseconds for all of the layers, each with a weight of its own, which is read anew as in a step."""
+    import torch
+    from pagedgen_kernels.cpu.linear import PackedLinear
+
+    x = torch.randn(rows, inputs, dtype=dtype)
+    weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(layers)]
+    ours = [PackedLinear(weight) for weight in weights]
+    others = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+    multiply = torch.ops.mkldnn._linear_pointwise
+
+    def by_ours() -> None:
+        for linear in ours:
+            linear(x)
+
+    def by_onednn() -> None:
+        for weight in others:
+            multiply(x, weight, None, "none", [], "")
+
+    return min(fastest(by_ours), fastest(by_onednn))
+
+
+def fastest(call: Callable[[], object]) -> float:
+    """Milliseconds."""
+    times = []
+    for _ in range(REPEATS + 3):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return 1e3 * min(times[3:])
 
 
 def main() -> None:

@@ -3,21 +3,11 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "kernels.h"
 #include "parallel.h"
 #include "tiles.h"
 
 using namespace pagedgen;
-
-extern "C" struct PgGemm {
-  const void* x;          // [rows, inner], rows `x_stride` elements apart
-  const void* panels;     // of pg_pack_panels
-  const float* bias;      // [columns] or null
-  const float* columns_scale;  // [columns], for int8
-  const float* rows_scale;     // [rows], for int8
-  void* out;              // bfloat16 [rows, columns, or half of them if gated], rows `out_stride` elements apart
-  int64_t x_stride, out_stride, rows;
-  int32_t columns, inner, bits, gated, threads;
-};
 
 #if defined(PAGEDGEN_TILES)
 

@@ -125,6 +125,9 @@ class Library:
         self.rotary_write_kv = self._function("pg_rotary_write_kv", ctypes.POINTER(RotaryArgs))
         self.gemm = self._function("pg_gemm", ctypes.POINTER(GemmArgs))
         self.pack_panels = self._function("pg_pack_panels", pointer, size, size, c_int, pointer, c_int)
+        self.decoder = self._function("pg_decoder", pointer)
+        self.decoder_workspace = self._library.pg_decoder_workspace
+        self.decoder_workspace.argtypes, self.decoder_workspace.restype = (pointer,), c_int64
         self.has_gemm = bool(self._library.pg_gemm_available())
         matrix = c_int, pointer, size, c_int, pointer
         self.greedy_argmax = self._function("pg_greedy_argmax", *matrix, size, pointer, c_int)

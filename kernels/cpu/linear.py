@@ -56,6 +56,13 @@ class PackedLinear:
             out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return silu_mul(out.flatten(0, -2)).view(*x.shape[:-1], -1) if self._gated else out
 
+    @property
+    def tiles(self) -> tuple[int, int | None, None, int, int, int, bool]:
+        """Of a layer of kind "tiles": where its panels and its bias lie, then no scales, columns, inner dimension, bits
+        of a weight, and whether it is gated."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return self._weight.data_ptr(), bias, None, self._out_features, self._in_features, 16, self._gated
+
 
 def gemm(
     x: Tensor,

@@ -52,6 +52,13 @@ class QuantizedLinear:
             out = silu_mul(out) if self._gated else out
         return out.to(x.dtype).view(*x.shape[:-1], -1)
 
+    @property
+    def tiles(self) -> tuple[int, int | None, int, int, int, int, bool]:
+        """As of `PackedLinear`, with where the scales of the columns lie."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        sizes = self._out_features, self._in_features
+        return self._weight.data_ptr(), bias, self._scales.data_ptr(), *sizes, 8, self._gated
+
     def _onednn(self, values: Tensor, scales: Tensor) -> Tensor:
         shifted = (values.to(torch.int16) + _ZERO_POINT).to(torch.uint8)
         sums: Tensor = torch.ops.onednn.qlinear_pointwise(

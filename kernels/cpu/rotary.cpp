@@ -2,24 +2,10 @@
 #include <cstring>
 
 #include "dispatch.h"
+#include "kernels.h"
 #include "parallel.h"
 
 using namespace pagedgen;
-
-// The fields of RotaryArgs in library.py. query [tokens, heads, dim], key [tokens, kv_heads, dim] and value [tokens,
-// kv_heads, value_dim] with token and head strides in elements; cosine and sine [tokens, rotary_dim]; out like query,
-// dense; the caches [blocks, kv_heads, block_size, dim or value_dim], of whose blocks the strides are given.
-struct PgRotary {
-  const void *query, *key, *value;
-  int64_t query_token_stride, query_head_stride, key_token_stride, key_head_stride, value_token_stride,
-      value_head_stride;
-  const float *cosine, *sine;
-  void *out, *key_cache, *value_cache;
-  int64_t key_block_stride, value_block_stride;
-  const int64_t* slots;
-  int64_t tokens;
-  int32_t type, heads, kv_heads, block_size, dim, value_dim, rotary_dim, threads;
-};
 
 namespace {
 

@@ -4,9 +4,11 @@ Sources: Touvron et al., 2023 (LLaMA); Jiang et al., 2023 (Mistral 7B); the Qwen
 of casts is that of `transformers`, so that logits agree.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -19,6 +21,9 @@ from pagedgen.models.linear import Linear, linear_bytes, make_linear
 from pagedgen.models.rope import RotaryEmbedding
 from pagedgen.models.smoothing import LayerParts, LayerRanges, Projection, RangeRecorder, smooth
 from pagedgen.models.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from pagedgen_kernels.cpu.decoder import Decoder
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})
 
@@ -51,6 +56,14 @@ class _Recorders(NamedTuple):
     gate_up: RangeRecorder
 
 
+class _KeptDecoder(NamedTuple):
+    """cache: the cache that the decoder, if there is one, reads and writes; it may be given up at any time."""
+
+    cache: "weakref.ref[KVCache]"
+    kernels: ModuleType
+    decoder: "Decoder | None"
+
+
 class LlamaModel:
     """A decoder over packed weights; see `Model` for its calls."""
 
@@ -67,6 +80,7 @@ class LlamaModel:
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), loader.tensor("model.norm.weight"))
         self._head = loader.head(self._embedding)
         self._rope = RotaryEmbedding(config, device, dtype)
+        self._decoder: _KeptDecoder | None = None
         self.spec = ModelSpec(
             name=name,
             architecture=config.model_type,
@@ -86,7 +100,9 @@ class LlamaModel:
         recorders = [_Recorders(*map(RangeRecorder, (layer.output, layer.gate_up))) for layer in self._layers]
         pairs = zip(self._layers, recorders, strict=True)
         self._layers = tuple(replace(layer, output=r.output, gate_up=r.gate_up) for layer, r in pairs)
+        self._decoder = None
         run()
+        self._decoder = None
         ranges = [LayerRanges(*(recorder.measured for recorder in found)) for found in recorders]
         recorders.clear()
         loader, layers = self._loader, list(self._layers)
@@ -98,9 +114,48 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """The normalised hidden states of `batch.logit_rows`, [R, hidden_size]."""
-        kernels = attention.kernels
         residual: torch.Tensor = functional.embedding(batch.input_ids, self._embedding)
         rotation = self._rope(batch.positions, batch.rope_lens)
+        decoder = self.whole_decoder(kv_cache, attention)
+        if decoder is None:
+            return self._layer_by_layer(residual, rotation, batch, kv_cache, attention)
+        tables = batch.block_tables, batch.context_lens, batch.query_start
+        normed: torch.Tensor = decoder(residual, rotation, batch.slot_mapping, *tables, batch.logit_rows)
+        return normed
+
+    def whole_decoder(self, kv_cache: KVCache, attention: AttentionBackend) -> "Decoder | None":
+        """What computes all layers at once with these kernels, where there is such a thing; kept for the next call."""
+        kept = self._decoder
+        if kept is None or kept.cache() is not kv_cache or kept.kernels is not attention.kernels:
+            found = self._make_decoder(kv_cache, attention) if attention.name == "cpp" else None
+            self._decoder = kept = _KeptDecoder(weakref.ref(kv_cache), attention.kernels, found)
+        return kept.decoder
+
+    def _make_decoder(self, kv_cache: KVCache, attention: AttentionBackend) -> "Decoder | None":
+        from pagedgen_kernels import cpu
+        from pagedgen_kernels.cpu.decoder import Decoder, DecoderLayer
+
+        if attention.kernels is not cpu or any(layer.query_norm is not None for layer in self._layers):
+            return None
+        layers = [
+            DecoderLayer(
+                *(layer.input_norm, layer.qkv, layer.output, layer.post_norm, layer.gate_up, layer.down),
+                *(kv_cache.key(index), kv_cache.value(index), layer.window, layer.use_rope),
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+        final_norm = self._next_norms[-1]
+        return Decoder(layers, final_norm, self._num_heads, self._eps) if Decoder.covers(layers, final_norm) else None
+
+    def _layer_by_layer(
+        self,
+        residual: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        kernels = attention.kernels
         normed: torch.Tensor = kernels.rms_norm(residual, self._layers[0].input_norm, self._eps)
         for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
             heads = self._attend(index, layer, normed, rotation, batch, kv_cache, attention)
