@@ -22,7 +22,7 @@ from pagedgen.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.skipif(
     not tiles_fit(torch.ones(32, 32, dtype=torch.bfloat16)), reason="this CPU has no AMX, or there is no compiler"
 )
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 BACKEND = choose_backend(torch.device("cpu"))
 
 
@@ -49,8 +49,10 @@ def test_one_call_gives_what_the_kernels_give_one_by_one(
     monkeypatch.setattr(
         Decoder, "__call__", lambda self, *arguments: (calls.append(len(arguments[0])), call(self, *arguments))[1]
     )
-    sequences = random_sequences([40, 7, 90, 33, 1, 70])
-    prompt_lens = [20, 7, 60, 1, 1, 70]
+    # with two threads enough of them for tasks that take all heads, and rotate the queries themselves
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    sequences = random_sequences([40, 7, 90, 33, 1, 70] + [20] * 15)
+    prompt_lens = [20, 7, 60, 1, 1, 70] + [3] * 15
     options = {"prompt_lens": prompt_lens, "only_final": only_final}
     found = run_packed(model, sequences, (9, 50, 3), 16, **options)
     assert sum(calls) == sum(map(len, sequences))
