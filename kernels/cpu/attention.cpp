@@ -13,7 +13,7 @@ namespace {
 
 constexpr int QUERY_ROWS = 96;    // rows of a query tile: what amortises packing the keys, and fits the L2 cache
 constexpr int DIRECT_ROWS = 8;    // up to here reading straight from the cache beats packing
-constexpr int FEW_ROWS = 4;      // of queries for each key/value head, for which reading the keys is most of the work
+constexpr int FEW_ROWS = 4;       // of queries for each key/value head, for which reading the keys is most of the work
 constexpr int SPLIT_KEYS = 1024;  // a lone query tile splits its context here, wherever it runs: sums never depend on
                                   // the number of threads or on the rest of the batch
 

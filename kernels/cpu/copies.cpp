@@ -8,7 +8,8 @@ using namespace pagedgen;
 
 namespace {
 
-// rows [tokens, heads, row_bytes] with byte strides -> cache [blocks, heads, block_size, row_bytes], whose blocks are block_bytes apart
+// rows [tokens, heads, row_bytes] with byte strides -> cache [blocks, heads, block_size, row_bytes], whose blocks are
+// block_bytes apart
 void scatter_rows(const char* rows, int64_t token_stride, int64_t head_stride, char* cache, int64_t block_bytes,
                   const int64_t* slots, int64_t begin, int64_t end, int heads, int block_size, int64_t row_bytes) {
   for (int64_t t = begin; t < end; ++t) {
@@ -28,9 +29,10 @@ PAGEDGEN_EXPORT void pg_write_kv(const char* key, int64_t key_token_stride, int6
                                  const int64_t* slots, int64_t tokens, int heads, int block_size,
                                  int64_t key_bytes, int64_t value_bytes, int threads) {
   parallel_for(tokens, 32, threads, [&](int64_t begin, int64_t end) {
-    scatter_rows(key, key_token_stride, key_head_stride, key_cache, key_block_bytes, slots, begin, end, heads, block_size, key_bytes);
-    scatter_rows(value, value_token_stride, value_head_stride, value_cache, value_block_bytes, slots, begin, end, heads, block_size,
-                 value_bytes);
+    scatter_rows(key, key_token_stride, key_head_stride, key_cache, key_block_bytes, slots, begin, end, heads,
+                 block_size, key_bytes);
+    scatter_rows(value, value_token_stride, value_head_stride, value_cache, value_block_bytes, slots, begin, end, heads,
+                 block_size, value_bytes);
   });
 }
 

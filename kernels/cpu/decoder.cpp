@@ -6,7 +6,6 @@
 
 #include "dispatch.h"
 #include "kernels.h"
-#include "parallel.h"
 
 using namespace pagedgen;
 
@@ -26,7 +25,7 @@ struct PgDecoderLayer {
   int32_t window, rotary;  // rotary: whether queries and keys are rotated
 };
 
-// The fields of DecoderArgs in decoder.py.
+// The fields of _DecoderArgs in decoder.py.
 struct PgDecoder {
   const PgDecoderLayer* layers;
   const void* final_norm;
@@ -72,7 +71,7 @@ class Pass {
     widest = std::max(widest, inner);
     const int64_t rows = std::max(d.tokens, d.row_count), bytes = rows * int64_t(sizeof(bf16));
     normed = take(bytes * d.hidden);
-    qkv = take(bytes * (width + 2 * int64_t(d.kv_heads) * d.dim));
+    qkv = take(bytes * qkv_width());
     query = take(bytes * width);
     attended = take(bytes * width);
     product = take(bytes * d.hidden);
@@ -119,8 +118,20 @@ class Pass {
   }
 
   void multiply(const PgProduct& p, const char* x, char* out, int64_t rows) {
-    PgGemm g{x,     p.panels, p.bias, p.scale, nullptr, out, p.inner, p.gated ? p.columns / 2 : p.columns, rows, p.columns,
-             p.inner, p.bits,   p.gated, d.threads};
+    PgGemm g{};
+    g.x = x;
+    g.panels = p.panels;
+    g.bias = p.bias;
+    g.columns_scale = p.scale;
+    g.out = out;
+    g.x_stride = p.inner;
+    g.out_stride = p.gated ? p.columns / 2 : p.columns;
+    g.rows = rows;
+    g.columns = p.columns;
+    g.inner = p.inner;
+    g.bits = p.bits;
+    g.gated = p.gated;
+    g.threads = d.threads;
     if (p.bits == 8) {
       pg_quantize_rows(BF16, x, p.inner, rounded, row_scales, rows, p.inner, d.threads);
       g.x = rounded;
@@ -136,10 +147,28 @@ class Pass {
   void write_kv(const PgDecoderLayer& layer) {
     const int64_t stride = qkv_width();
     if (layer.rotary) {
-      const PgRotary rotary{qkv,    keys(),   values(),  stride, d.dim,    stride,   d.dim,        stride,       d.dim,
-                            d.cosine, d.sine, query, layer.key_cache, layer.value_cache, d.key_block_stride,
-                            d.value_block_stride, d.slots, d.tokens, BF16, d.heads, d.kv_heads, d.block_size, d.dim,
-                            d.dim, d.rotary_dim, d.threads};
+      PgRotary rotary{};
+      rotary.query = qkv;
+      rotary.key = keys();
+      rotary.value = values();
+      rotary.query_token_stride = rotary.key_token_stride = rotary.value_token_stride = stride;
+      rotary.query_head_stride = rotary.key_head_stride = rotary.value_head_stride = d.dim;
+      rotary.cosine = d.cosine;
+      rotary.sine = d.sine;
+      rotary.out = query;
+      rotary.key_cache = layer.key_cache;
+      rotary.value_cache = layer.value_cache;
+      rotary.key_block_stride = d.key_block_stride;
+      rotary.value_block_stride = d.value_block_stride;
+      rotary.slots = d.slots;
+      rotary.tokens = d.tokens;
+      rotary.type = BF16;
+      rotary.heads = d.heads;
+      rotary.kv_heads = d.kv_heads;
+      rotary.block_size = d.block_size;
+      rotary.dim = rotary.value_dim = d.dim;
+      rotary.rotary_dim = d.rotary_dim;
+      rotary.threads = d.threads;
       return pg_rotary_write_kv(&rotary);
     }
     const int64_t bytes = sizeof(bf16);

@@ -3,7 +3,7 @@ multiplied, before both are rounded (SmoothQuant; Xiao et al., 2023, with a migr
 
 The divisions cost nothing: whatever produces an input takes them in, the norm before the gate and up projections, the
 value projection before the output's. The query, key, value and down projections stay as they are: rounding the down's
-inputs costs as much as all of the rest together, and of the rest most comes from the first three.
+inputs costs nearly as much as all of the rest together, and the first three come next.
 """
 
 from collections.abc import Callable

@@ -66,6 +66,7 @@ class Recorder:
             self._open_interval(s.start)
         self._steps_in_last += 1
         row = self._rows[self._count - 1]
+        self._look_at_memory(s.start)
         values = self._values(s, seconds)
         row[_SUMS] += values[_SUMS]
         row[_PEAKS] = np.maximum(row[_PEAKS], values[_PEAKS])
@@ -114,11 +115,14 @@ class Recorder:
         both = zip(earlier.reserved, mean, strict=True)
         return tuple((before * earlier.sequences + now * count) / total for before, now in both)
 
+    def _look_at_memory(self, now: float) -> None:
+        """Ask the system, now and then."""
+        if now >= self._next_memory:
+            self._next_memory = now + MEMORY_INTERVAL
+            self._memory = (self._process.memory_info().rss, self._device_bytes() if self._device_bytes else 0)
+
     def _values(self, s: StepSample, seconds: float) -> NDArray[np.float64]:
         """float64 [C]: the step as an interval of its own."""
-        if s.start >= self._next_memory:
-            self._next_memory = s.start + MEMORY_INTERVAL
-            self._memory = (self._process.memory_info().rss, self._device_bytes() if self._device_bytes else 0)
         waste, saved = s.waste or 0.0, s.sharing_saved or 0.0
         if s.group_blocks is not None and s.logical_blocks > s.used_blocks:
             self._within = (s.logical_blocks - s.group_blocks) / (s.logical_blocks - s.used_blocks)
