@@ -12,6 +12,7 @@ from hypothesis import settings
 from pagedgen.process import limit_spinning
 
 limit_spinning()  # before torch is loaded
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is; see triton_interpreter.py
 
 # Which run was the latest, plans and profiles: those of whoever runs the tests stay as they are.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pagedgen-state-")
