@@ -22,12 +22,14 @@ ROWS_AT_ONCE = 16  # bounds what is held at a time in float64 or int64 of a whol
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store the new keys [T, Hkv, Dk] and values [T, Hkv, Dv] in the cache, in place.
 
-    slot_mapping: int64 [T], block * block_size + offset of each token; slots are distinct.
+    slot_mapping: int64 [T], block * block_size + offset of each token, or -1 for a token that fills a batch up and is
+    not stored; the others are distinct.
     """
     block_size = key_cache.shape[2]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, :, offsets] = key
-    value_cache[blocks, :, offsets] = value
+    stored = slot_mapping >= 0
+    slots = slot_mapping[stored]
+    key_cache[slots // block_size, :, slots % block_size] = key[stored]
+    value_cache[slots // block_size, :, slots % block_size] = value[stored]
 
 
 def rotary_write_kv(
@@ -39,8 +41,19 @@ def rotary_write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """`apply_rotary`, then `write_kv` of the rotated keys: returns the rotated query [T, Hq, D]."""
+    """`apply_rotary`, then `write_kv` of the rotated keys: returns the rotated query [T, Hq, D].
+
+    query_norm, key_norm: [D], the weight of an `rms_norm` of each head, with eps, before the rotation.
+    """
+    if query_norm is not None:
+        query = rms_norm(query, query_norm, eps)
+    if key_norm is not None:
+        key = rms_norm(key, key_norm, eps)
     query, key = apply_rotary(query, key, cos, sin)
     write_kv(key, value, key_cache, value_cache, slot_mapping)
     return query
@@ -125,8 +138,7 @@ def _attend(
 def copy_blocks(pools: Iterable[Tensor], copies: Tensor) -> None:
     """Copy blocks within each pool [layers, num_blocks, ...], in place and in all layers.
 
-    copies: integers [C, 2], (source, destination). All sources are read before anything is written; destinations are
-    distinct.
+    copies: integers [C, 2], (source, destination). Destinations are distinct, and none of them is a source.
     """
     sources, destinations = copies.long().unbind(1)
     for pool in pools:
@@ -150,6 +162,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[T, 2 * I] -> [T, I]: silu of the first half times the second half."""
     gate, up = gate_up.float().chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 * I] -> [T, I]: gelu, in its approximation by tanh, of the first half times the second half."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
 def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,6 +252,23 @@ def lowest_kept(
     return out
 
 
+def choose_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """int64 [R]: the next token of each row of [R, V]: that of `greedy_argmax` where the temperature is 0, else that of
+    `gumbel_argmax` among what `lowest_kept` leaves.
+
+    temperature, top_p, min_p: float32 [R]. top_k: int32 or int64 [R]. keys: int64 or uint64 [R]. Off are a top_k of 0,
+    a top_p of 1 and a min_p of 0.
+    """
+    tokens = greedy_argmax(logits)
+    drawn = (temperature > 0).nonzero().squeeze(1)
+    settings = temperature[drawn], top_k[drawn].long(), top_p[drawn], min_p[drawn]
+    lowest = lowest_kept(logits, *settings, drawn)
+    tokens[drawn] = gumbel_argmax(logits, temperature[drawn], keys.view(torch.int64)[drawn], drawn, lowest)
+    return tokens
+
+
 def top_tokens(
     logits: Tensor, temperature: Tensor, k: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,17 +314,61 @@ def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     to float32, so that implementations agree although their logarithms differ in the last place. It lies between -3.14
     and 22.88, and is finest where it is largest.
     """
-    z = keys.view(torch.int64)[:, None] + (token_ids.to(torch.int64) + 1) * COUNTER_STEP
-    z = (z ^ _shift_right(z, 30)) * FIRST_MULTIPLIER
-    z = (z ^ _shift_right(z, 27)) * SECOND_MULTIPLIER
-    bits = _shift_right(z ^ _shift_right(z, 31), 32)
+    bits = _shift_right(_mixed(keys[:, None], token_ids), 32)
     v = (bits.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v)).float()
+
+
+def position_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """int64 [R]: the key of each sequence's draw at one position: SplitMix64 of its key (int64 or uint64 [R]) and the
+    position (int32 or int64 [R]), as `gumbel_noise` mixes keys and token ids."""
+    return _mixed(keys, positions)
+
+
+def _mixed(keys: Tensor, counters: Tensor) -> Tensor:
+    z = keys.view(torch.int64) + (counters.to(torch.int64) + 1) * COUNTER_STEP
+    z = (z ^ _shift_right(z, 30)) * FIRST_MULTIPLIER
+    z = (z ^ _shift_right(z, 27)) * SECOND_MULTIPLIER
+    return z ^ _shift_right(z, 31)
 
 
 def _shift_right(z: Tensor, count: int) -> Tensor:
     """The logical shift of int64 seen as uint64: torch shifts the sign bit in."""
     return (z >> count) & ((1 << (64 - count)) - 1)
+
+
+def penalise(
+    scores: Tensor,
+    token_ids: Tensor,
+    lengths: Tensor,
+    num_prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    rows: Tensor,
+) -> None:
+    """Penalise the tokens that occurred, in scores float32 [N, V], in place.
+
+    First every token of a row's sequence is divided by its repetition penalty where its score is positive, else
+    multiplied by it (Keskar et al., 2019). Then each token of the completion loses presence + frequency * how often it
+    occurs there. Off are a repetition of 1, a presence of 0 and a frequency of 0.
+
+    token_ids: int32 [max_seqs, max_len]. rows: int64 [N], the sequence of each row of scores, a row of token_ids.
+    lengths, num_prompt: int32 or int64 [N], how many tokens a row's sequence has, and how many of these are its
+    prompt. repetition, presence, frequency: float32 [N].
+    """
+    width = int(lengths.max()) if len(lengths) else 0
+    if not width:
+        return
+    positions = torch.arange(width, device=scores.device)
+    known, completion = positions < lengths[:, None], positions >= num_prompt[:, None]
+    # Past its end a sequence repeats its first token; one that has none has token 0, which is left as it is.
+    ids = torch.where(known, token_ids[rows, :width], token_ids[rows, :1] * (lengths > 0)[:, None]).long()
+    before, factor = scores.gather(1, ids), torch.where(lengths > 0, repetition, 1.0)[:, None]
+    penalised = torch.where(before < 0, before * factor, before / factor)
+    counts = torch.zeros_like(scores).scatter_add_(1, ids, (known & completion).float()).gather(1, ids)
+    loss = torch.where(counts > 0, counts * frequency[:, None] + presence[:, None], 0.0)
+    scores.scatter_(1, ids, penalised - loss)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,9 @@ class FakeDevice:
         self.poisoned = set()
 
     def copy(self, copies):
+        sources, destinations = {source for source, _ in copies}, {destination for _, destination in copies}
+        assert len(destinations) == len(copies), "a block is copied to twice"
+        assert sources.isdisjoint(destinations), "the copies depend on their order"
         for source, destination in copies:
             self.memory[destination] = self.memory[source]
 

@@ -159,6 +159,22 @@ def test_write_kv(dtype: torch.dtype, block_size: int, key_dim: int) -> None:
     assert torch.equal(caches[0][0][slots[7] // block_size, :, slots[7] % block_size], key[7])
 
 
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_tokens_that_fill_a_batch_up_are_not_stored(kernels: Any) -> None:
+    key, query = torch.randn(5, 2, 8), torch.randn(5, 4, 8)
+    slots, angles = torch.tensor([3, -1, 17, -1, 0]), torch.randn(5, 8)
+    kept = slots >= 0
+    expected, caches = make_caches(5, 2, 4, 8, 8, 0.0, torch.float32), make_caches(5, 2, 4, 8, 8, 0.0, torch.float32)
+    reference.write_kv(key[kept], key[kept], *expected, slots[kept])
+    kernels.write_kv(key, key, *caches, slots)
+    assert all(map(torch.equal, caches, expected))
+    rotation = angles.cos(), angles.sin()
+    reference.rotary_write_kv(query[kept], key[kept], key[kept], *(x[kept] for x in rotation), *expected, slots[kept])
+    rotated = kernels.rotary_write_kv(query, key, key, *rotation, *caches, slots)
+    close(caches[0], expected[0])
+    close(rotated, reference.apply_rotary(query, key, *rotation)[0])
+
+
 def test_copy_blocks() -> None:
     pools = [torch.randn(3, 40, 2, 4, 8), torch.randn(2, 40, 1, 4, 8).to(torch.bfloat16)]
     expected = [pool.clone() for pool in pools]
@@ -191,21 +207,23 @@ def test_gate_at_extreme_values() -> None:
     )
 
 
+@pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (64, 16), (80, 32), (6, 2), (34, 34)])
-def test_rotary_write_kv(dtype: torch.dtype, dim: int, rotary_dim: int) -> None:
+def test_rotary_write_kv(dtype: torch.dtype, dim: int, rotary_dim: int, norms: bool) -> None:
     fused = torch.randn(90, 8, dim + 4).to(dtype)
     angles = torch.randn(90, rotary_dim)
     query, key = fused[:, :5, :dim], fused[:, 5:7, 1 : dim + 1]
     value_dim = min(dim, 64)  # as wide as the keys for some
     value = fused[:, 4:8:2, :value_dim]
     slots = torch.randperm(120)[:90]
+    weights = torch.rand(2, dim).to(dtype)
+    options: dict[str, Any] = {"query_norm": weights[0], "key_norm": weights[1], "eps": 1e-6} if norms else {}
     results = []
     for kernels in (cpu, reference):
         caches = make_caches(30, 2, 4, dim, value_dim, 0.0, dtype)
-        results.append(
-            (kernels.rotary_write_kv(query, key, value, angles.cos(), angles.sin(), *caches, slots), *caches)
-        )
+        rotated = kernels.rotary_write_kv(query, key, value, angles.cos(), angles.sin(), *caches, slots, **options)
+        results.append((rotated, *caches))
     for ours, expected in zip(*results, strict=True):
         close(ours, expected)
 
@@ -218,7 +236,7 @@ def fallbacks() -> dict[str, Callable[[], object]]:
     return {
         "write_kv": lambda: cpu.write_kv(x, x, cache, cache, torch.arange(3)),
         "paged_attention": lambda: cpu.paged_attention(x, cache, cache, tables, lens, start, scale=1.0),
-        "copy_blocks": lambda: cpu.copy_blocks([cache[None]], torch.tensor([[0, 1], [1, 0]])),
+        "copy_blocks": lambda: cpu.copy_blocks([cache[None].mT], torch.tensor([[0, 1]])),
         "rms_norm": lambda: cpu.rms_norm(x[0], x[0, 0], 1e-5),
         "add_rms_norm": lambda: cpu.add_rms_norm(x[0], x[1], x[0, 0], 1e-5),
         "silu_mul": lambda: cpu.silu_mul(x[0]),

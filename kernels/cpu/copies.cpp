@@ -9,10 +9,11 @@ using namespace pagedgen;
 namespace {
 
 // rows [tokens, heads, row_bytes] with byte strides -> cache [blocks, heads, block_size, row_bytes], whose blocks are
-// block_bytes apart
+// block_bytes apart; a row with a negative slot goes nowhere
 void scatter_rows(const char* rows, int64_t token_stride, int64_t head_stride, char* cache, int64_t block_bytes,
                   const int64_t* slots, int64_t begin, int64_t end, int heads, int block_size, int64_t row_bytes) {
   for (int64_t t = begin; t < end; ++t) {
+    if (slots[t] < 0) continue;
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     const char* source = rows + t * token_stride;
     char* target = cache + block * block_bytes + offset * row_bytes;

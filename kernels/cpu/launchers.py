@@ -81,7 +81,12 @@ def rotary_write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
+    query, key = _norm_heads(query, query_norm, eps), _norm_heads(key, key_norm, eps)
     library = _library_for(query, key, value, key_cache, value_cache)
     if library is None or not _dense_blocks(key_cache, value_cache):
         return reference.rotary_write_kv(query, key, value, cos, sin, key_cache, value_cache, slot_mapping)
@@ -116,6 +121,10 @@ def rotary_write_kv(
         )
     )
     return out
+
+
+def _norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
 
 
 def paged_attention(
@@ -182,11 +191,9 @@ def paged_attention(
 
 def copy_blocks(pools: Iterable[Tensor], copies: Tensor) -> None:
     pairs = copies.to(torch.int64).contiguous()
-    sources, destinations = (set(column) for column in pairs.T.tolist())
+    library = load()
     for pool in pools:
-        library = load()
-        plain = pool.device.type == "cpu" and pool.is_contiguous() and not sources & destinations
-        if not isinstance(library, Library) or not plain:
+        if not isinstance(library, Library) or pool.device.type != "cpu" or not pool.is_contiguous():
             reference.copy_blocks([pool], pairs)
             continue
         layers, num_blocks = pool.shape[:2]

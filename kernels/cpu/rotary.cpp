@@ -30,6 +30,7 @@ void rotate_and_write_token(const PgRotary& a, int64_t t) {
   T* out = static_cast<T*>(a.out) + t * a.heads * a.dim;
   for (int h = 0; h < a.heads; ++h)
     rotate_row(query + h * a.query_head_stride, cosine, sine, out + h * a.dim, a.dim, a.rotary_dim);
+  if (a.slots[t] < 0) return;
   const T* key = static_cast<const T*>(a.key) + t * a.key_token_stride;
   const T* value = static_cast<const T*>(a.value) + t * a.value_token_stride;
   const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;

@@ -33,6 +33,9 @@ class AttentionBackend:
         *,
         scale: float,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
@@ -41,13 +44,24 @@ class AttentionBackend:
         cache's dtype -> [T, num_heads, value_dim].
 
         rotation: cosines and sines [T, rotary_dim] by which query and key are still to be rotated, if they are.
+        query_norm, key_norm: [key_dim], with eps, of an RMSNorm of each head before that.
         """
         key_cache, value_cache = kv_cache.key(layer), kv_cache.value(layer)
         if rotation is None:
+            assert query_norm is key_norm is None, "heads are normed only where they are rotated"
             self.kernels.write_kv(key, value, key_cache, value_cache, batch.slot_mapping)
         else:
             query = self.kernels.rotary_write_kv(
-                query, key, value, *rotation, key_cache, value_cache, batch.slot_mapping
+                query,
+                key,
+                value,
+                *rotation,
+                key_cache,
+                value_cache,
+                batch.slot_mapping,
+                query_norm=query_norm,
+                key_norm=key_norm,
+                eps=eps,
             )
         out: torch.Tensor = self.kernels.paged_attention(
             query,

@@ -182,12 +182,8 @@ class LlamaModel:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, num_heads * head_dim]."""
-        kernels = attention.kernels
         heads = layer.qkv(hidden).view(batch.num_tokens, -1, self._head_dim)
         query, key, value = torch.split(heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query = kernels.rms_norm(query.reshape(-1, self._head_dim), layer.query_norm, self._eps).view(query.shape)
-            key = kernels.rms_norm(key.reshape(-1, self._head_dim), layer.key_norm, self._eps).view(key.shape)
         out = attention.forward(
             index,
             query,
@@ -197,6 +193,9 @@ class LlamaModel:
             kv_cache,
             scale=self._head_dim**-0.5,
             rotation=rotation if layer.use_rope else None,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            eps=self._eps,
             sliding_window=layer.window,
         )
         return out.view(batch.num_tokens, -1)
