@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs behind the launchers of `pagedgen_kernels.reference`, which they fall back to."""

@@ -1,0 +1,28 @@
+"""What the launchers of kernels over rows have in common."""
+
+import torch
+import triton
+
+from . import launch
+
+Tensor = torch.Tensor
+
+THREADS_PER_WARP = 32
+LEAST_WARPS, MOST_WARPS = 1, 32
+
+
+def covers(*tensors: Tensor) -> bool:
+    """Whether all of these are on the device, of one floating type, and dense in the last dimension."""
+    dtype = tensors[0].dtype
+    return (
+        dtype in launch.DTYPES
+        and all(tensor.dtype is dtype for tensor in tensors)
+        and launch.on_device(*tensors)
+        and launch.rows_are_dense(*tensors)
+    )
+
+
+def warps(elements: int, elements_per_thread: int) -> int:
+    """How many warps share a tile, a power of two."""
+    wanted = triton.next_power_of_2(elements) // (THREADS_PER_WARP * elements_per_thread)
+    return max(LEAST_WARPS, min(MOST_WARPS, wanted))
