@@ -40,6 +40,8 @@ from typing import Any
 
 H200_MULTIPROCESSORS = 132
 A100_MULTIPROCESSORS = 108
+# What launchers ask about the device, by their names in pagedgen_kernels.triton.launch.
+DEVICE_QUESTIONS = ("DEVICE_TYPES", "multiprocessors", "has_wgmma")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class CompiledKernel:
         return (
             f"{self.name} sm_{self.arch} warps {self.num_warps} stages {self.num_stages} registers {self.registers} "
             f"stack {self.stack} shared {self.shared} spills {self.spills()} instructions {self.count('')} "
-            f"LDG.128 {self.count('LDG.*[.]128')} LDGSTS.128 {self.count('LDGSTS.*[.]128')} "
+            f"LDG.128 {self.count('LDG[.].*[.]128')} LDGSTS.128 {self.count('LDGSTS.*[.]128')} "
             f"LDGSTS {self.count('LDGSTS')} HMMA {self.count('HMMA')} HGMMA {self.count('HGMMA')}"
         )
 
@@ -133,7 +135,7 @@ def recording(arch: int) -> Iterator[list[CompiledKernel]]:
             return 0
 
     kernels: list[CompiledKernel] = []
-    run, devices, multiprocessors = JITFunction.run, launch.DEVICE_TYPES, launch.multiprocessors
+    run, before = JITFunction.run, {name: getattr(launch, name) for name in DEVICE_QUESTIONS}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -143,10 +145,12 @@ def recording(arch: int) -> Iterator[list[CompiledKernel]]:
     driver.set_active(Driver())
     JITFunction.run, launch.DEVICE_TYPES = compile_only, ("meta",)
     launch.multiprocessors = lambda device: H200_MULTIPROCESSORS if arch == 90 else A100_MULTIPROCESSORS
+    launch.has_wgmma = lambda device: arch == 90
     try:
         yield kernels
     finally:
-        JITFunction.run, launch.DEVICE_TYPES, launch.multiprocessors = run, devices, multiprocessors
+        JITFunction.run = run
+        vars(launch).update(before)
 
 
 def _look_at(kernel: Any, function: Any, grid: Any, args: Any, kwargs: Any) -> CompiledKernel:
