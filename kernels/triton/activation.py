@@ -53,5 +53,6 @@ def _launch(gate_up: Tensor, activation: triton.JITFunction) -> Tensor:
     _gate_kernel[(count, triton.cdiv(width, tile))](
         *(gate_up, out, gate_up.stride(0), width, activation, tile),
         num_warps=rows.warps(tile, ELEMENTS_PER_THREAD),
+        enable_fp_fusion=True,
     )
     return out

@@ -71,4 +71,5 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, total: Tensor | 
         *(x, residual, weight, total, out, x.stride(0), 0 if residual is None else residual.stride(0), count, eps),
         *(width, tile_rows),
         num_warps=rows.warps(tile_rows * padded, ELEMENTS_PER_THREAD),
+        enable_fp_fusion=True,
     )

@@ -167,7 +167,7 @@ def rotary_write_kv(
     tokens, heads, dim = query.shape
     kv_heads, block_size, value_dim = value_cache.shape[1:]
     rotary_dim = cos.shape[1]
-    tile_heads = _tile_heads(rotary_dim // 2)
+    tile_heads = _tile_heads(max(rotary_dim, dim - rotary_dim, value_dim) // 2)
     out = query.new_empty(query.shape)
     tiles = triton.cdiv(heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
     _rotary_write_kv_kernel[(tokens, tiles)](
@@ -176,6 +176,7 @@ def rotary_write_kv(
         *(cos.stride(0), sin.stride(0), key_cache.stride(0), value_cache.stride(0), eps),
         *(heads, kv_heads, block_size, dim, value_dim, rotary_dim, tile_heads),
         num_warps=WARPS,
+        enable_fp_fusion=True,
     )
     return out
 

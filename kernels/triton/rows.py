@@ -9,6 +9,8 @@ Tensor = torch.Tensor
 
 THREADS_PER_WARP = 32
 LEAST_WARPS, MOST_WARPS = 1, 32
+# Of long rows: programs for each multiprocessor, about two rounds of what runs there at a time, and parts of a row.
+PROGRAMS, MOST_SPLITS = 16, 64
 
 
 def covers(*tensors: Tensor) -> bool:
@@ -26,3 +28,11 @@ def warps(elements: int, elements_per_thread: int) -> int:
     """How many warps share a tile, a power of two."""
     wanted = triton.next_power_of_2(elements) // (THREADS_PER_WARP * elements_per_thread)
     return max(LEAST_WARPS, min(MOST_WARPS, wanted))
+
+
+def split(count: int, blocks: int, device: torch.device) -> tuple[int, int]:
+    """(parts that each of `count` rows of so many blocks is split into, blocks of each part), so that few rows fill the
+    device too."""
+    wanted = triton.cdiv(PROGRAMS * launch.multiprocessors(device), max(1, count))
+    blocks_per_split = triton.cdiv(blocks, min(wanted, MOST_SPLITS, blocks))
+    return triton.cdiv(blocks, blocks_per_split), blocks_per_split
