@@ -3,8 +3,8 @@
 The query heads that share a key/value head are the rows of one matrix product, so that keys and values are read once
 for all of them; tiles of keys, gathered block by block, are independent of the block size. Where sequences times
 key/value heads are too few to fill the device, each context is split over several programs, whose partial softmaxes a
-second kernel merges ("Flash-Decoding", Dao et al., 2023). What a launch does depends on shapes alone: lengths are read on
-the device, and splits past the end of a context return at once.
+second kernel merges ("Flash-Decoding", Dao et al., 2023). The number of programs depends on shapes alone: lengths are
+read on the device, and splits past the end of a context return at once.
 """
 
 import triton

@@ -26,8 +26,8 @@ def find_sequence(query_start, token, num_sequences):
 
 @triton.jit
 def locate(index, query_start, context_lens, num_sequences, MIXED: tl.constexpr):
-    """(token, sequence, seen) of the query that belongs to `index`: if MIXED the only one of this sequence, with -1 seen
-    if it has none or several, else this token, with 0 seen if it is of no sequence."""
+    """(token, sequence, seen) of the query that belongs to `index`: if MIXED the only one of that sequence, with -1
+    seen if it has none or several; else that token, with 0 seen if it is of no sequence."""
     begin, end = tl.load(query_start + index).to(tl.int32), tl.load(query_start + index + 1).to(tl.int32)
     context = tl.load(context_lens + index).to(tl.int32)
     token, sequence = index, index
@@ -53,8 +53,7 @@ def load_blocks(table, start, column, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.c
         entries = table + (start + column) // BLOCK_SIZE
     if MASKED:
         return tl.load(entries, mask=start + column < stop, other=0)
-    else:
-        return tl.load(entries)
+    return tl.load(entries)
 
 
 @triton.jit
@@ -73,18 +72,15 @@ def load_tile(
 ):
     """[TILE, PADDED] keys or values of a head, which starts at `head` in block 0; zeros past DIM and, if MASKED, where
     they are not valid, for those slots may hold anything."""
-    if TILE % BLOCK_SIZE == 0:
-        offset = column % BLOCK_SIZE  # the same for every tile
-    else:
-        offset = position % BLOCK_SIZE
+    # The same for every tile where tiles are of whole blocks.
+    offset = (column if TILE % BLOCK_SIZE == 0 else position) % BLOCK_SIZE
     rows = head + (blocks.to(tl.int64) * BLOCK_STRIDE + offset * DIM)
     if MASKED:
         return load_rows(rows, valid, DIM, PADDED)
-    elif DIM == PADDED:
-        return tl.load(rows[:, None] + tl.arange(0, PADDED))
-    else:
-        columns = tl.arange(0, PADDED)[None, :]
-        return tl.load(rows[:, None] + columns, mask=columns < DIM, other=0.0)
+    columns = tl.arange(0, PADDED)[None, :]
+    if DIM == PADDED:
+        return tl.load(rows[:, None] + columns)
+    return tl.load(rows[:, None] + columns, mask=columns < DIM, other=0.0)
 
 
 @triton.jit
@@ -93,8 +89,7 @@ def load_rows(rows, valid, DIM: tl.constexpr, PADDED: tl.constexpr):
     columns = tl.arange(0, PADDED)
     if DIM == PADDED:
         return tl.load(rows[:, None] + columns, mask=valid[:, None], other=0.0)
-    else:
-        return tl.load(rows[:, None] + columns, mask=valid[:, None] & (columns < DIM), other=0.0)
+    return tl.load(rows[:, None] + columns, mask=valid[:, None] & (columns < DIM), other=0.0)
 
 
 @triton.jit
@@ -104,8 +99,7 @@ def scaled(scores, scale, SOFTCAP: tl.constexpr):
         # tanh(x) = 1 - 2 / (exp(2x) + 1), right also where the exponential overflows or vanishes.
         power = tl.exp2(scores * (scale * (2.0 / SOFTCAP * LOG2_E)))
         return (1.0 - 2.0 / (power + 1.0)) * (SOFTCAP * LOG2_E)
-    else:
-        return scores * (scale * LOG2_E)
+    return scores * (scale * LOG2_E)
 
 
 @triton.jit

@@ -150,11 +150,13 @@ def prefill_kernel(
         masked_from = (before + first + 1) // TILE * TILE
         acc, peak, total = attend(
             acc, peak, total, q, keys, values, table, 0, masked_from, positions, scale,
-            KEY_STRIDE, VALUE_STRIDE, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_PADDED, WINDOW, SOFTCAP, TILE, False,
+            KEY_STRIDE, VALUE_STRIDE, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_PADDED, WINDOW, SOFTCAP, TILE,
+            False,
         )  # fmt: skip
     acc, peak, total = attend(
         acc, peak, total, q, keys, values, table, masked_from, stop, positions, scale,
-        KEY_STRIDE, VALUE_STRIDE, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_PADDED, WINDOW, SOFTCAP, TILE, True,
+        KEY_STRIDE, VALUE_STRIDE, BLOCK_SIZE, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_PADDED, WINDOW, SOFTCAP, TILE,
+        True,
     )  # fmt: skip
     if sinks is not None:
         acc, total = with_sinks(acc, peak, total, sinks, heads, used)
