@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import PagedCase, make_case
+from pagedgen_kernels import reference
+from pagedgen_kernels.triton import attention, launch
 from triton_interpreter import DEVICE
-
-from pagedgen_kernels import reference  # isort: skip
-from pagedgen_kernels.triton import attention, launch  # isort: skip
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # One rounding of the output, and in half precision one of each weight before it meets the values.

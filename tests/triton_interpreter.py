@@ -1,4 +1,4 @@
-"""Triton's interpreter, made right for bfloat16: import this before the kernels.
+"""Triton's interpreter, made right for bfloat16: import this where kernels are tested.
 
 The tests of the kernels in kernels/triton run in triton's interpreter, on the CPU, because tests/conftest.py sets
 TRITON_INTERPRET before anything imports triton. `TRITON_INTERPRET=0 python -m pytest tests/test_triton_*.py` runs the

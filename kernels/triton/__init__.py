@@ -8,12 +8,13 @@ import importlib.util
 
 import torch
 
-from ..reference import paged_attention, position_keys
+from ..reference import position_keys
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if HAS_TRITON:
     from .activation import gelu_mul, silu_mul
+    from .attention import paged_attention
     from .copies import copy_blocks
     from .draws import choose_tokens, greedy_argmax, gumbel_argmax
     from .filters import lowest_kept
@@ -32,6 +33,7 @@ else:
         gumbel_argmax,
         gumbel_noise,
         lowest_kept,
+        paged_attention,
         penalise,
         rms_norm,
         rotary_write_kv,
