@@ -1,4 +1,4 @@
-"""The machine code of the kernels for NVIDIA GPUs at the launch configurations that are used; see triton_compiled.py."""
+"""The machine code of the kernels for NVIDIA GPUs, at the launch configurations in use; see triton_compiled.py."""
 
 from typing import Any
 

@@ -101,13 +101,13 @@ def _is_covered(
 class _Shape:
     """What stays the same from step to step for a layer.
 
-    constants: compile-time arguments of both kernels. decode, prefill, merge: those of one kernel, and its launch
-    options. parts: programs that share the queries of one key/value head.
+    constants: compile-time arguments and launch options of the two kernels that read the cache. decode, prefill, merge:
+    those of one kernel. parts: programs that share the queries of one key/value head.
     """
 
     num_kv_heads: int
-    constants: dict[str, int | float]
     config: DecodeConfig
+    constants: dict[str, int | float]
     decode: dict[str, int]
     decode_parts: int
     merge: dict[str, int]
@@ -138,6 +138,7 @@ def _shape(
     bounds = {"TILE": decode.tile, "LEAST": decode.least_tiles}
     return _Shape(
         num_kv_heads=num_kv_heads,
+        config=decode,
         constants=values
         | {
             "GROUP": group,
@@ -148,11 +149,11 @@ def _shape(
             "KEY_STRIDE": key_stride,
             "VALUE_STRIDE": value_stride,
             "SOFTCAP": softcap,
+            "enable_fp_fusion": True,
         },
-        config=decode,
         decode=bounds | {"ROWS": rows, "num_warps": decode.num_warps, "num_stages": decode.num_stages},
         decode_parts=-(-group // rows),
-        merge=values | bounds | {"HEADS": num_heads, "AT_ONCE": MERGED_AT_ONCE},
+        merge=values | bounds | {"HEADS": num_heads, "AT_ONCE": MERGED_AT_ONCE, "enable_fp_fusion": True},
         prefill={
             "ROWS": prefill.rows,
             "TILE": prefill.tile,

@@ -13,15 +13,15 @@ test_triton_compiled.py holds them to it: nothing is spilled, and shared memory 
   program may wait for its softmax while others' data arrives. Smaller tiles pay the same barriers (five a tile) for
   less data; larger ones would leave fewer programs. At 256 dimensions and in float32 tiles are as many bytes, not keys.
 * A tile of 64 keys costs a multiprocessor's four schedulers about 1000 instructions at 64 dimensions and 1400 at 128,
-  of the 3300 and 6600 that fit into the time it takes to arrive. So instructions do not bind, nor do tensor cores, at 16
-  rows for a group of heads: 77 TFLOP/s at full bandwidth and 128 dimensions.
-* Four warps: each computes a quarter of a tile's scores, and a quarter of the output's columns. Fewer would need no
-  barrier between them but more registers.
+  of the 3300 and 6600 that fit into the time it takes to arrive. So instructions do not bind; nor do tensor cores, at
+  16 rows for a group of heads: 77 TFLOP/s at full bandwidth and 128 dimensions.
+* Four warps: each computes a quarter of a tile's scores, and a quarter of the output's columns. Fewer would need fewer
+  barriers but more registers, and each would wait longer for its own instructions.
 * Contexts are split until a multiprocessor has 4 programs, enough bytes on their way by the above; a split is of at
   least 4 tiles, as the results of one, 4 bytes a column and query head, are written and read back.
-* Prefill computes 128 rows with 8 warps. On Hopper (wgmma) two groups of 4 warps share each tile. Before Hopper, operands
-  pass through registers, and at 128 dimensions tiles of 64 keys spill: 32. At 256 dimensions, 64 rows for the same
-  reason. float32 has no tensor cores (its products are exact), and its sums fill the registers at fewer rows.
+* Prefill computes 128 rows with 8 warps. On Hopper (wgmma) two groups of 4 warps share each tile. Before Hopper,
+  operands pass through registers, and tiles of 64 keys spill: 32. At 256 dimensions, 64 rows for the same reason.
+  float32 has no tensor cores (its products are exact), and its sums fill the registers at fewer rows.
 
 All fit the 99 kB of shared memory of NVIDIA's consumer GPUs, but for prefill at 128 dimensions on Hopper.
 """
