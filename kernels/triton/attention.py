@@ -54,7 +54,7 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, value_dim)
     if num_tokens == 0 or num_sequences == 0:
         return out
-    shape = _shape(
+    shape = layer_shape(
         launch.has_wgmma(query.device),
         query.element_size(),
         num_heads,
@@ -98,7 +98,7 @@ def _is_covered(
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class LayerShape:
     """What stays the same from step to step for a layer.
 
     constants: compile-time arguments and launch options of the two kernels that read the cache. decode, prefill, merge:
@@ -116,7 +116,7 @@ class _Shape:
 
 
 @functools.lru_cache(maxsize=256)
-def _shape(
+def layer_shape(
     has_wgmma: bool,
     itemsize: int,
     num_heads: int,
@@ -128,7 +128,7 @@ def _shape(
     value_stride: int,
     window: int,
     softcap: float,
-) -> _Shape:
+) -> LayerShape:
     group = num_heads // num_kv_heads
     key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
     decode = decode_config(itemsize, max(key_padded, value_padded))
@@ -136,7 +136,7 @@ def _shape(
     rows = min(MOST_ROWS, max(FEWEST_ROWS, triton.next_power_of_2(group)))
     values = {"VALUE_DIM": value_dim, "VALUE_PADDED": value_padded, "WINDOW": window}
     bounds = {"TILE": decode.tile, "LEAST": decode.least_tiles}
-    return _Shape(
+    return LayerShape(
         num_kv_heads=num_kv_heads,
         config=decode,
         constants=values
@@ -165,7 +165,7 @@ def _shape(
     )
 
 
-def _decode(shape: _Shape, out: Tensor, tensors: tuple[Tensor, ...], scale: float, mixed: bool) -> None:
+def _decode(shape: LayerShape, out: Tensor, tensors: tuple[Tensor, ...], scale: float, mixed: bool) -> None:
     query, key_cache, value_cache, block_tables, context_lens, query_start, sinks = tensors
     num_sequences, num_heads = context_lens.shape[0], query.shape[1]
     programs = num_sequences * shape.num_kv_heads * shape.decode_parts
@@ -204,7 +204,7 @@ def _decode(shape: _Shape, out: Tensor, tensors: tuple[Tensor, ...], scale: floa
         )
 
 
-def _prefill(shape: _Shape, out: Tensor, tensors: tuple[Tensor, ...], scale: float) -> None:
+def _prefill(shape: LayerShape, out: Tensor, tensors: tuple[Tensor, ...], scale: float) -> None:
     query, key_cache, value_cache, block_tables, context_lens, query_start, sinks = tensors
     num_sequences = context_lens.shape[0]
     programs = query.shape[0] // shape.prefill["QUERIES"] + num_sequences
