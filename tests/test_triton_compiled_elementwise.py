@@ -119,10 +119,10 @@ BUDGETS = {
     "_rms_norm_kernel": 40,
     "_gate_kernel": 40,
     "_copy_blocks_kernel": 64,
-    "_tile_statistics_kernel": 64,
+    "_tile_statistics_kernel": 48,
     "_lowest_kept_kernel": 128,
     "_top_tokens_kernel": 128,
-    "_best_of_parts_kernel": 128,
+    "_best_of_parts_kernel": 64,
     "_best_of_rows_kernel": 32,
     "_penalise_kernel": 64,
 }

@@ -16,7 +16,8 @@ from .rows import MOST_SPLITS, covers, split
 
 Tensor = torch.Tensor
 
-BLOCK = 2048
+BLOCK = 1024
+PART = 256  # of a block, is looked at closely at a time
 WARPS = 4
 
 NO_TOKEN = tl.constexpr(LOWEST_ORDER.value << 32)
@@ -49,29 +50,41 @@ def _best_logit(row, begin, end, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best_of_block(row, token, temperature, inverse, key, lowest, best, VOCAB: tl.constexpr):
-    """The packed best draw of a block where it is better than `best`, or something that is not.
-
-    No token is looked at closely whose score cannot reach that of `best`: most blocks need no exact division and no
-    logarithm in float64, which many GPUs are slow at.
-    """
+def _open_to(logit, inverse, lowest, best):
+    """(which of these can have a score above that of `best` at all, by their logits alone; a number not less than each
+    one's quotient; the score of `best`). What is compared to NaN goes on, to be found in the end."""
     leader = best >> 32
     score = tl.where(leader > HIGHEST_ORDER, INFINITY, from_order(leader.to(tl.int32)))
-    logit = load_logits(row, token, VOCAB)
     near = logit * inverse
     # Above the exact quotient, with room for the rounding of the sums that are compared.
     reach = tl.maximum(near * 1.000001, near * 0.999999) + tl.where(inverse < INFINITY, 1e-3, INFINITY)
-    # What is compared to NaN goes on, to be found by the sum.
-    open_to = (logit != float("-inf")) & ~(reach < lowest) & ~(reach + 22.88 < score)
-    found = best
+    return (logit != float("-inf")) & ~(reach < lowest) & ~(reach + 22.88 < score), reach, score
+
+
+@triton.jit
+def _best_of_block(
+    row, begin, temperature, inverse, key, lowest, best, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr
+):
+    """The packed best draw of a block of tokens where it is better than `best`, else that.
+
+    Only parts of a block with a token whose score may be better than that of `best` are looked at closely, so that most
+    need no exact division and no logarithm in float64, which many GPUs are slow at.
+    """
+    token = begin + tl.arange(0, BLOCK)
+    open_to, reach, score = _open_to(load_logits(row, token, VOCAB), inverse, lowest, best)
     if _any(open_to):
-        bits = random_bits(key, token)
-        open_to = open_to & ~(reach + gumbel_bound(bits) < score)
-        if _any(open_to):
-            quotient = tl.div_rn(logit, temperature)
-            exact = tl.where(quotient < lowest, float("-inf"), quotient + gumbel(bits))
-            found = tl.maximum(found, tl.max(_packed(tl.where(open_to, exact, float("-inf")), token), 0))
-    return found
+        noise = gumbel_bound(random_bits(key, token))
+        if _any(open_to & ~(reach + noise < score)):
+            for first in range(begin, tl.minimum(begin + BLOCK, VOCAB), PART):
+                part = first + tl.arange(0, PART)
+                logit, bits = load_logits(row, part, VOCAB), random_bits(key, part)
+                open_part, part_reach, part_score = _open_to(logit, inverse, lowest, best)
+                open_part = open_part & ~(part_reach + gumbel_bound(bits) < part_score)
+                if _any(open_part):
+                    quotient = tl.div_rn(logit, temperature)
+                    exact = tl.where(open_part & ~(quotient < lowest), quotient + gumbel(bits), float("-inf"))
+                    best = tl.maximum(best, tl.max(_packed(exact, part), 0))
+    return best
 
 
 @triton.jit
@@ -86,9 +99,10 @@ def _best_draw(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """The packed best of the blocks from `begin` to `end`. tile_maxima: of the row, or None."""
-    lane, inverse = tl.arange(0, BLOCK), 1.0 / temperature
+    inverse = 1.0 / temperature
     best = tl.full([], NO_TOKEN, tl.int64)
     for block in range(begin, end):
         skip = False
@@ -98,7 +112,7 @@ def _best_draw(
                 largest = tl.max(tl.load(tile_maxima + tile, mask=tile * TILE < VOCAB, other=float("-inf")), 0)
                 skip = tl.div_rn(largest, temperature) < lowest
         if not skip:
-            best = _best_of_block(row, block * BLOCK + lane, temperature, inverse, key, lowest, best, VOCAB)
+            best = _best_of_block(row, block * BLOCK, temperature, inverse, key, lowest, best, VOCAB, BLOCK, PART)
     return best
 
 
@@ -116,6 +130,7 @@ def _best_of_parts_kernel(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ):
     """The packed best token of one part of a row. Without temperatures, and where they are 0, the largest logit is."""
@@ -136,7 +151,7 @@ def _best_of_parts_kernel(
             if tile_maxima is not None:
                 maxima = tile_maxima + draw.to(tl.int64) * triton.cdiv(VOCAB, TILE)
             key = tl.load(keys + draw)
-            tl.store(place, _best_draw(row, maxima, divisor, key, bound, begin, end, VOCAB, BLOCK, TILE))
+            tl.store(place, _best_draw(row, maxima, divisor, key, bound, begin, end, VOCAB, BLOCK, TILE, PART))
         else:
             tl.store(place, _best_logit(row, begin, end, VOCAB, BLOCK))
 
@@ -166,7 +181,7 @@ def _choose(
     _best_of_parts_kernel[(count, splits)](
         *(logits, logits.stride(0), rows, temperature, keys, lowest),
         *(None if statistics is None else statistics.tile_maxima, best, blocks_per_split),
-        *(vocab_size, BLOCK, TILE, MOST_SPLITS),
+        *(vocab_size, BLOCK, TILE, PART, MOST_SPLITS),
         num_warps=WARPS,
         enable_fp_fusion=True,
     )
