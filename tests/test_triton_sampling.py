@@ -251,6 +251,21 @@ def test_the_rows_that_are_named_give_what_they_give_alone(dtype: torch.dtype, i
         torch.testing.assert_close(ours, expected, rtol=2e-6, atol=0)
 
 
+def test_settings_may_be_spread_out() -> None:
+    """Strides other than one, and one value for all rows."""
+    logits, every, one = randn(4, 300), torch.linspace(0.3, 3, 8, device=DEVICE)[::2], torch.ones(1, device=DEVICE)
+    keys, many = some_keys(8)[::2], one.expand(4)
+    top_k, rows = tensor([3, 0, 0, 0, 10**10, 0, -1, 0])[::2], tensor([3, 0, 2, 0, 1, 0, 0, 0])[::2]
+    expected = reference.gumbel_argmax(logits, every, keys, rows)
+    assert torch.equal(kernels.gumbel_argmax(logits, every, keys, rows), expected)
+    chosen = kernels.choose_tokens(logits, every, top_k, many * 0.9, many * 0.01, keys)
+    assert torch.equal(chosen, reference.choose_tokens(logits, every, top_k, many * 0.9, many * 0.01, keys))
+    for some in (every, many):
+        lowest = kernels.lowest_kept(logits, some, top_k, many, some / 9, rows)
+        torch.testing.assert_close(lowest, reference.lowest_kept(logits, some, top_k, many, some / 9, rows))
+        same_top(logits, some, 5, rows)
+
+
 def test_no_rows() -> None:
     logits, none = randn(0, 50), torch.empty(0, device=DEVICE)
     assert kernels.greedy_argmax(logits).shape == (0,)

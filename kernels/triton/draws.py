@@ -12,7 +12,7 @@ from .candidates import TILE, TileStatistics, tile_statistics
 from .filters import find_lowest_kept
 from .floats import HIGHEST_ORDER, INFINITY, LOWEST_ORDER, NAN_ORDER, from_order, load_logits, ordered, row_of
 from .noise import gumbel, gumbel_bound, random_bits
-from .rows import MOST_SPLITS, covers, split
+from .rows import MOST_SPLITS, covers, indices, reals, split
 
 Tensor = torch.Tensor
 
@@ -193,7 +193,7 @@ def _choose(
 def greedy_argmax(logits: Tensor, rows: Tensor | None = None) -> Tensor:
     if not covers(logits):
         return reference.greedy_argmax(logits, rows)
-    return _choose(logits, logits.shape[0] if rows is None else rows.shape[0], rows)
+    return _choose(logits, logits.shape[0] if rows is None else rows.shape[0], indices(rows))
 
 
 def gumbel_argmax(
@@ -201,7 +201,9 @@ def gumbel_argmax(
 ) -> Tensor:
     if not covers(logits):
         return reference.gumbel_argmax(logits, temperature, keys, rows, lowest)
-    return _choose(logits, keys.shape[0], rows, temperature, keys.view(torch.int64), lowest)
+    bounds = None if lowest is None else reals(lowest)
+    own_keys = keys.view(torch.int64).contiguous()
+    return _choose(logits, keys.shape[0], indices(rows), reals(temperature), own_keys, bounds)
 
 
 def choose_tokens(
@@ -209,7 +211,8 @@ def choose_tokens(
 ) -> Tensor:
     if not covers(logits):
         return reference.choose_tokens(logits, temperature, top_k, top_p, min_p, keys)
-    filters = top_k, top_p, min_p
-    statistics = tile_statistics(logits, temperature, None, filters)
-    lowest = find_lowest_kept(logits, temperature, filters, statistics, None)
-    return _choose(logits, logits.shape[0], None, temperature, keys.view(torch.int64), lowest, statistics)
+    divisors, filters = reals(temperature), (top_k.contiguous(), reals(top_p), reals(min_p))
+    statistics = tile_statistics(logits, divisors, None, filters)
+    lowest = find_lowest_kept(logits, divisors, filters, statistics, None)
+    own_keys = keys.view(torch.int64).contiguous()
+    return _choose(logits, logits.shape[0], None, divisors, own_keys, lowest, statistics)

@@ -24,7 +24,7 @@ from .candidates import (
     workspace,
 )
 from .floats import INFINITY, LOWEST_ORDER, SILENT_BITS, from_code, load_logits, row_of
-from .rows import MOST_SPLITS, covers
+from .rows import MOST_SPLITS, covers, indices, reals
 
 Tensor = torch.Tensor
 
@@ -165,7 +165,8 @@ def _lowest_kept_kernel(
     """-inf for a row that is not filtered or not drawn from, or that holds a NaN."""
     draw = tl.program_id(0).to(tl.int64)
     divisor = tl.load(temperature + draw)
-    k, p, share = tl.load(top_k + draw).to(tl.int32), tl.load(top_p + draw), tl.load(min_p + draw)
+    k = tl.minimum(tl.load(top_k + draw).to(tl.int64), VOCAB).to(tl.int32)
+    p, share = tl.load(top_p + draw), tl.load(min_p + draw)
     result = tl.full([], float("-inf"), tl.float32)
     if (divisor > 0) & is_filtered(k, p, share):
         parts = draw * MOST_SPLITS
@@ -218,5 +219,6 @@ def lowest_kept(
 ) -> Tensor:
     if not covers(logits):
         return reference.lowest_kept(logits, temperature, top_k, top_p, min_p, rows)
-    statistics = tile_statistics(logits, temperature, rows)
-    return find_lowest_kept(logits, temperature, (top_k, top_p, min_p), statistics, rows)
+    divisors, chosen, filters = reals(temperature), indices(rows), (top_k.contiguous(), reals(top_p), reals(min_p))
+    statistics = tile_statistics(logits, divisors, chosen)
+    return find_lowest_kept(logits, divisors, filters, statistics, chosen)

@@ -17,7 +17,7 @@ from .candidates import (
     workspace,
 )
 from .floats import SILENT_BITS, from_code, load_logits, row_of
-from .rows import MOST_SPLITS, covers
+from .rows import MOST_SPLITS, covers, indices, reals
 
 Tensor = torch.Tensor
 
@@ -149,13 +149,14 @@ def top_tokens(
     if not covers(logits):
         return reference.top_tokens(logits, temperature, k, rows)
     count, vocab_size = temperature.shape[0], logits.shape[1]
-    statistics = tile_statistics(logits, temperature, rows)
+    divisors, chosen = reals(temperature), indices(rows)
+    statistics = tile_statistics(logits, divisors, chosen)
     room = max(CANDIDATES, triton.next_power_of_2(2 * k))
     tile_list, candidates = workspace(statistics, room)
     values, total = logits.new_empty(count, k, dtype=torch.float32), logits.new_empty(count, dtype=torch.float32)
     ids = logits.new_empty(count, k, dtype=torch.int64)
     _top_tokens_kernel[(count,)](
-        *(logits, logits.stride(0), rows, temperature, statistics.tile_maxima, statistics.peaks, statistics.masses),
+        *(logits, logits.stride(0), chosen, divisors, statistics.tile_maxima, statistics.peaks, statistics.masses),
         *(tile_list, candidates, values, ids, total, statistics.splits, k),
         *(vocab_size, TILE, GATHERED_TILES, room, RANKED, SEARCH_BLOCK),
         *(SILENT_BITS[logits.dtype], vocab_size.bit_length(), MOST_SPLITS),

@@ -73,12 +73,14 @@ def penalise(
     rows: Tensor,
 ) -> None:
     settings = lengths, num_prompt, repetition, presence, frequency, rows
-    if scores.dtype is not torch.float32 or not covers(scores) or not launch.on_device(token_ids, *settings):
+    covered = scores.dtype is torch.float32 and covers(scores) and launch.rows_are_dense(token_ids)
+    if not covered or not launch.on_device(token_ids, *settings):
         return reference.penalise(scores, token_ids, *settings)
     count, vocab_size = scores.shape
     marks = torch.empty(count, vocab_size, dtype=torch.int32, device=scores.device)
     _penalise_kernel[(count,)](
-        *(scores, token_ids, *settings, marks, scores.stride(0), token_ids.stride(0), vocab_size, TILE),
+        *(scores, token_ids, *(setting.contiguous() for setting in settings), marks),
+        *(scores.stride(0), token_ids.stride(0), vocab_size, TILE),
         num_warps=WARPS,
         enable_fp_fusion=False,  # what is rounded in between is as in the reference
     )

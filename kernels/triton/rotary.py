@@ -171,7 +171,7 @@ def rotary_write_kv(
     out = query.new_empty(query.shape)
     tiles = triton.cdiv(heads, tile_heads) + 2 * triton.cdiv(kv_heads, tile_heads)
     _rotary_write_kv_kernel[(tokens, tiles)](
-        *(query, key, value, cos, sin, key_cache, value_cache, slot_mapping, query_norm, key_norm, out),
+        *(query, key, value, cos, sin, key_cache, value_cache, slot_mapping.contiguous(), query_norm, key_norm, out),
         *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
         *(cos.stride(0), sin.stride(0), key_cache.stride(0), value_cache.stride(0), eps),
         *(heads, kv_heads, block_size, dim, value_dim, rotary_dim, tile_heads),
@@ -220,7 +220,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     value_dim = value_cache.shape[3]
     tile_heads = _tile_heads(max(dim, value_dim))
     _write_kv_kernel[(key.shape[0], triton.cdiv(kv_heads, tile_heads))](
-        *(key, value, key_cache, value_cache, slot_mapping, *key.stride()[:2], *value.stride()[:2]),
+        *(key, value, key_cache, value_cache, slot_mapping.contiguous(), *key.stride()[:2], *value.stride()[:2]),
         *(key_cache.stride(0), value_cache.stride(0), kv_heads, block_size, dim, value_dim, tile_heads),
         num_warps=WARPS,
     )

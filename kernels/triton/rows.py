@@ -24,6 +24,15 @@ def covers(*tensors: Tensor) -> bool:
     )
 
 
+def reals(settings: Tensor) -> Tensor:
+    """Settings of rows as the kernels read them: float32, one after the other."""
+    return settings.to(torch.float32).contiguous()
+
+
+def indices(rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows.contiguous()
+
+
 def warps(elements: int, elements_per_thread: int) -> int:
     """How many warps share a tile, a power of two."""
     wanted = triton.next_power_of_2(elements) // (THREADS_PER_WARP * elements_per_thread)
