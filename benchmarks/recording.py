@@ -62,8 +62,8 @@ def measure(
             log.save_if_due()
 
         engine = Engine(EngineConfig(model=model), on_step=on_step)
-        for name in ("before", "holding", "after"):
-            summing.wrap(engine._observer, name)
+        for name in ("holding", "after"):
+            summing.wrap(engine._pipeline._observer, name)
         log.begin(engine.info, goes_on=False)
         params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.8, ignore_eos=True, n=n)
         texts = [engine.tokenizer.render_chat(chat, False) for chat in gsm8k_chats()[1][:rows]]

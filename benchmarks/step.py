@@ -103,7 +103,7 @@ def measure(engine: "Engine", sequences: int, prompt: int, output: int) -> tuple
     timers = instrument(engine)
     for pool in engine.runner.kv_cache.pools.values():
         pool.zero_()  # in a long run all blocks were used before: taking memory from the system is not measured
-    engine._on_step = lambda sample: steps.append((sample, timers.take()))
+    engine._pipeline.on_step = lambda sample: steps.append((sample, timers.take()))
     ids = np.random.default_rng(0).integers(0, engine.spec.vocab_size, (sequences, prompt)).tolist()
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
     requests = [Request(i, str(i), prompt_token_ids=tuple(row), params=params) for i, row in enumerate(ids)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 
@@ -11,19 +10,19 @@ from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
 from pagedgen.execution.attention import choose_backend
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import device_bytes, free_unused_memory, is_out_of_memory, naming_memory, size_pool
+from pagedgen.execution.memory import device_bytes, free_unused_memory, naming_memory, size_pool
 from pagedgen.execution.runner import ModelRunner
 from pagedgen.models.llama import LlamaModel
 from pagedgen.models.loader import load_model
-from pagedgen.observer import StepObserver, StepTimes
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids
+from pagedgen.pipeline import Pipeline
 from pagedgen.quantizing import quantize_model
 from pagedgen.request import Completion, FinishReason, Request, Status
 from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.scheduler import Scheduler
-from pagedgen.scheduling.sequence import Sequence, SequenceGroup
+from pagedgen.scheduling.sequence import Sequence
 from pagedgen.stats.types import RunInfo, StepSample
-from pagedgen.step import SlotArrays, StepPlan, StepResult
+from pagedgen.step import SlotArrays
 from pagedgen.text.tokenizer import Tokenizer
 
 # Requests tokenized in one call.
@@ -48,7 +47,6 @@ class Engine:
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        self._on_step, self._on_note = on_step, on_note or (lambda _: None)
         phase = on_phase or (lambda _: None)
         phase("loading the model")
         loaded = load_model(config)
@@ -77,7 +75,14 @@ class Engine:
             self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)
             self.blocks = BlockManager(num_blocks, self.state, config.prefix_cache and not spec.kv_depends_on_length)
         self.scheduler = Scheduler(self.state, self.blocks, config.max_batch_tokens)
-        self._observer = StepObserver(self.scheduler)
+        self._pipeline = Pipeline(
+            self.scheduler,
+            self.runner,
+            ahead=False,
+            free_memory=partial(free_unused_memory, spec.device),
+            on_step=on_step,
+            on_note=on_note or (lambda _: None),
+        )
         limits = Limits(
             vocab_size=spec.vocab_size,
             max_position=spec.max_position,
@@ -136,53 +141,10 @@ class Engine:
                     yield [refused]
                 if not self.scheduler.has_work:
                     return
-                for group in self._step():
+                for group in self._pipeline.step():
                     yield [self._completion(sequence) for sequence in group.sequences]
         finally:
-            self.scheduler.abort()
-
-    def _step(self) -> list[SequenceGroup]:
-        """Schedule, execute, update: one step of all running sequences. The groups that finished in it."""
-        observer = self._observer if self._on_step is not None else None
-        if observer is not None:
-            observer.before()
-        times = StepTimes(time.perf_counter())
-        plan = self.scheduler.schedule()
-        assert plan is not None, "a step was asked for, but there is no work"
-        times.schedule = time.perf_counter() - times.start
-        if observer is not None:
-            observer.holding(plan)
-        result = self._execute(plan)
-        if result is None:
-            return self._take_back(plan)
-        times.build, times.model, times.sample = result.seconds
-        executed = time.perf_counter()
-        finished = self.scheduler.update(plan, result)
-        times.end = time.perf_counter()
-        times.update = times.end - executed
-        if observer is not None and self._on_step is not None:
-            self._on_step(observer.after(times, finished))
-        return finished
-
-    def _execute(self, plan: StepPlan) -> StepResult | None:
-        """None when the step ran out of memory."""
-        try:
-            return self.runner.execute(plan, self.state)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-        free_unused_memory(self.spec.device)  # only here is the error gone, whose frames held the step's tensors
-        return None
-
-    def _take_back(self, plan: StepPlan) -> list[SequenceGroup]:
-        """Go on after a step that ran out of memory; the groups that it ends."""
-        budget = self.scheduler.budget
-        least = budget.least
-        ended = self.scheduler.step_failed(plan)
-        if budget.least < least:
-            tokens = "1 token" if plan.num_tokens == 1 else f"{plan.num_tokens} tokens"
-            self._on_note(f"a step of {tokens} ran out of memory; going on with {budget.tokens}")
-        return ended
+            self._pipeline.abort()
 
     def _fill(self, source: Iterator[Request]) -> Iterator[Completion]:
         """Tokenize requests ahead of the scheduler, in batches; yields those that cannot be run."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pagedgen.scheduling.running import SchedulerCounts
 from pagedgen.scheduling.scheduler import Scheduler
 from pagedgen.scheduling.sequence import SequenceGroup
 from pagedgen.stats.types import RunningSequences, StepSample
@@ -13,6 +12,9 @@ from pagedgen.step import StepPlan
 
 # Counting the distinct blocks of each request may take this part of a run's time.
 COUNTING_SHARE = 0.002
+
+# The fields of a StepSample that are known when the step is scheduled.
+Held = dict[str, object]
 
 
 @dataclass(slots=True)
@@ -29,50 +31,49 @@ class StepTimes:
 
 
 class StepObserver:
-    """Takes a StepSample of each step: `before` it is scheduled, `holding` once it is, `after` it was entered."""
+    """Takes a StepSample of each step: what it is `holding` once it is scheduled, and the rest `after` it was entered.
+
+    What is counted while several steps are in flight goes to the one that is entered next.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._counts = SchedulerCounts()
-        self._held: dict[str, object] = {}
+        self._counts = replace(scheduler.counts)
         self._next_count = 0.0
 
-    def before(self) -> None:
-        self._counts = replace(self._scheduler.counts)
-
-    def holding(self, plan: StepPlan) -> None:
-        """The blocks while the step's sequences hold them; each token of the step fills one more slot."""
+    def holding(self, plan: StepPlan) -> Held:
+        """The blocks while the step's sequences hold them; each token of a step in flight fills one more slot."""
         scheduler, blocks, state = self._scheduler, self._scheduler.blocks, self._scheduler.state
         order, slots = scheduler.running.order, scheduler.slots
-        lengths = state.num_computed[order]
+        by_slot = np.zeros(len(state.num_scheduled), np.int32)
+        by_slot[plan.slots] = plan.counts
+        held = state.num_scheduled[order]
         ends = plan.starts + plan.counts
         pairs = plan.counts.astype(np.int64) * (plan.starts + ends + 1) // 2
-        sequences = RunningSequences(order, slots.rows[order], slots.samples[order], lengths)
-        by_slot = np.zeros(len(state.num_computed), np.int32)
-        by_slot[plan.slots] = plan.counts
-        lengths += by_slot[order]
-        self._held = {
+        sequences = RunningSequences(order, slots.rows[order], slots.samples[order], held - by_slot[order])
+        return {
             "used_blocks": blocks.num_used,
             "cached_blocks": blocks.num_cached,
             "free_blocks": blocks.num_free,
             "total_blocks": blocks.num_blocks,
             "block_size": blocks.block_size,
-            "filled_slots": blocks.filled_slots + plan.num_tokens,
+            "filled_slots": blocks.filled_slots + scheduler.in_flight.num_tokens,
             "logical_blocks": blocks.logical_blocks,
             "running": scheduler.num_running,
             "waiting": len(scheduler.waiting),
             "computed_tokens": plan.num_tokens,
             "sampled_rows": int(plan.samples.sum()),
             "attention_pairs": int(pairs.sum()),
-            "held_tokens": int(lengths.sum()),
+            "held_tokens": int(held.sum()),
             "group_blocks": self._group_blocks(sequences),
             "touched_blocks": blocks.num_touched,
             "block_copies": len(plan.copies),
             "sequences": sequences,
         }
 
-    def after(self, times: StepTimes, finished: list[SequenceGroup]) -> StepSample:
-        counts, before = self._scheduler.counts, self._counts
+    def after(self, times: StepTimes, held: Held, finished: list[SequenceGroup]) -> StepSample:
+        counts, before = replace(self._scheduler.counts), self._counts
+        self._counts = counts
         return StepSample(
             start=times.start,
             end=times.end,
@@ -86,7 +87,7 @@ class StepObserver:
             sample_s=times.sample,
             update_s=times.update,
             finished_rows=tuple(group.sequences[0].request.row for group in finished),
-            **self._held,  # type: ignore[arg-type]
+            **held,  # type: ignore[arg-type]
         )
 
     def _group_blocks(self, sequences: RunningSequences) -> int | None:

@@ -120,12 +120,11 @@ class Simulation:
 
     def _step(self) -> list[SequenceGroup]:
         scheduler, observer, times = self._scheduler, self._observer, StepTimes(self.clock)
-        observer.before()
         plan = scheduler.schedule()
         assert plan is not None, "a step was asked for, but there is no work"
-        observer.holding(plan)
+        held = observer.holding(plan)
         finished = scheduler.update(plan, self._draw(plan))
-        sample = observer.after(times, finished)
+        sample = observer.after(times, held, finished)
         seconds = self._cost(
             StepWork(
                 computed_tokens=sample.computed_tokens,

@@ -11,7 +11,12 @@ class SlotArrays:
 
     token_ids: int32 [max_seqs, max_model_len], the prompt then the generated tokens.
     block_table: int32 [max_seqs, ceil(max_model_len / block_size)], the physical block of each logical one.
-    num_tokens, num_computed, num_blocks, num_prompt: int32 [max_seqs].
+    num_tokens, num_computed, num_blocks, num_prompt: int32 [max_seqs]: the tokens that are known, and those of them
+        that finished steps have computed.
+    num_scheduled: int32 [max_seqs], the tokens that steps have computed or were planned to.
+    num_pending: int32 [max_seqs], the tokens that planned steps draw and the host does not know yet; they come after
+        the known ones. With no step in flight, all that is scheduled is computed and nothing is pending.
+    epoch: int64 [max_seqs], how many sequences have left the slot: with the slot it names a sequence.
     temperature, top_p, min_p: float32 [max_seqs]. top_k: int32 [max_seqs].
     repetition_penalty, presence_penalty, frequency_penalty: float32 [max_seqs].
     key: uint64 [max_seqs], the sequence's random key, derived from (seed, row id, sample).
@@ -23,6 +28,9 @@ class SlotArrays:
         self.block_table = np.zeros((max_seqs, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(max_seqs, np.int32)
         self.num_computed = np.zeros(max_seqs, np.int32)
+        self.num_scheduled = np.zeros(max_seqs, np.int32)
+        self.num_pending = np.zeros(max_seqs, np.int32)
+        self.epoch = np.zeros(max_seqs, np.int64)
         self.num_blocks = np.zeros(max_seqs, np.int32)
         self.num_prompt = np.zeros(max_seqs, np.int32)
         self.temperature = np.zeros(max_seqs, np.float32)

@@ -1,8 +1,11 @@
 """A stand-in for the device half: it keeps, for every slot of every block, a fingerprint of the prefix whose key and
 value would be there, and refuses to read anything but the fingerprint that must be there."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
+from pagedgen.pipeline import Pipeline
 from pagedgen.request import BeamParams, Request, SamplingParams
 from pagedgen.scheduling.beam import BeamSearch
 from pagedgen.scheduling.blocks import BlockManager
@@ -110,6 +113,50 @@ class FailingDevice(FakeDevice):
         raise MemoryError
 
 
+class DelayedDevice(FailingDevice):
+    """Draws tokens that the host learns only from the result: each step works on what the device was told or drew
+    itself before, never on what the host has learned meanwhile.
+
+    launched: how many steps were, and launched_ahead: how many of them while another was in flight.
+    """
+
+    def __init__(self, num_blocks, block_size, fails=lambda plan: False, vocab_size=5):
+        super().__init__(num_blocks, block_size, fails, vocab_size)
+        self.tokens, self.in_flight, self.launched, self.launched_ahead = {}, 0, 0, 0
+
+    def launch(self, plan, state):
+        self.launched += 1
+        self.launched_ahead += self.in_flight > 0
+        view = self.view(plan, state)
+        result = self.execute(plan, view)
+        for slot, token in zip(result.slots.tolist(), result.tokens.tolist(), strict=True):
+            if slot not in plan.beams:
+                self.tokens[slot][1].append(token)
+        self.in_flight += 1
+
+        def wait():
+            self.in_flight -= 1
+            return result
+
+        return wait
+
+    def view(self, plan, state):
+        """The state as the device knows it: tokens that the host does not know are those drawn here."""
+        token_ids, num_tokens = np.full_like(state.token_ids, -7), np.zeros_like(state.num_tokens)
+        for slot, end in zip(plan.slots.tolist(), (plan.starts + plan.counts).tolist(), strict=True):
+            epoch, known = int(state.epoch[slot]), state.token_ids[slot, : state.num_tokens[slot]].tolist()
+            if self.tokens.get(slot, (-1,))[0] != epoch:
+                self.tokens[slot] = epoch, known
+            drawn = self.tokens[slot][1]
+            assert drawn[: len(known)] == known[: len(drawn)]
+            drawn += known[len(drawn) :]
+            token_ids[slot, : len(drawn)], num_tokens[slot] = drawn, len(drawn)
+            assert end <= len(drawn), "a token is computed that nobody knows"
+        return SimpleNamespace(
+            token_ids=token_ids, num_tokens=num_tokens, block_table=state.block_table.copy(), key=state.key.copy()
+        )
+
+
 def make_scheduler(num_blocks, block_size, max_seqs=8, max_model_len=64, max_batch_tokens=32, prefix_cache=True):
     state = SlotArrays(max_seqs, max_model_len, block_size)
     blocks = BlockManager(num_blocks, state, prefix_cache)
@@ -173,4 +220,19 @@ def run_to_end(scheduler, device, limit=10_000, on_step=None):
         scheduler.check()
         if on_step is not None:
             on_step(plan)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def run_ahead(scheduler, device, limit=10_000, on_step=None):
+    """The same with steps that are planned before the result of the last one is known."""
+    pipeline = Pipeline(
+        scheduler, device, ahead=True, free_memory=lambda: None, on_step=on_step, on_note=lambda text: None
+    )
+    finished = []
+    for _ in range(limit):
+        if not scheduler.has_work:
+            pipeline.abort()
+            return finished
+        finished += pipeline.step()
+        scheduler.check()
     raise AssertionError("the scheduler does not come to an end")

@@ -30,7 +30,8 @@ def make_plan(slots, biases=None, **asks):
 def sample(logits, state, slots=None, kernels=reference, **plan):
     """What the sampler gives for the rows of `logits`, which belong to the slots 0, 1, ... or to `slots`."""
     slots = np.arange(len(logits), dtype=np.int32) if slots is None else np.array(slots, np.int32)
-    return Sampler(kernels).sample(logits.clone(), slots, make_plan(slots, **plan), state)
+    lengths = state.num_tokens[slots]
+    return Sampler(kernels).sample(logits.clone(), slots, lengths, make_plan(slots, **plan), state).result()
 
 
 def processed(logits, state, slot, bias=None, banned=()):

@@ -41,6 +41,7 @@ class BlockHistory(RuleBasedStateMachine):
         self.device.write(state, slot, start, count)
         blocks.written(slots, np.array([start], np.int32), np.array([count], np.int32))
         state.num_computed[slot] += count
+        state.num_scheduled[slot] += count
         return True
 
     @precondition(lambda self: len(self.live) < MAX_SEQS)
@@ -53,7 +54,8 @@ class BlockHistory(RuleBasedStateMachine):
         assert hit < len(tokens)
         assert cached == sum(self.blocks.ref_count[block] == 0 for block in matched)
         state.token_ids[slot, : len(tokens)] = tokens
-        state.num_tokens[slot], state.num_computed[slot] = len(tokens), hit
+        state.num_tokens[slot] = len(tokens)
+        state.num_computed[slot] = state.num_scheduled[slot] = hit
         self.blocks.adopt(slot, matched)
         self.live.add(slot)
         self.device.read(state, slot, hit)
@@ -79,7 +81,7 @@ class BlockHistory(RuleBasedStateMachine):
         state.num_tokens[child] = state.num_tokens[parent]
         computed, size = int(state.num_computed[parent]), self.blocks.block_size
         shared = data.draw(st.sampled_from([computed, *range(0, computed, size)]), "shared")
-        state.num_computed[child] = shared
+        state.num_computed[child] = state.num_scheduled[child] = shared
         for position in range(shared, int(state.num_tokens[child])):  # from there on they may differ
             state.token_ids[child, position] = data.draw(st.integers(0, 1), "token")
         self.blocks.fork(parent, child, shared)
@@ -134,7 +136,7 @@ def compute(blocks, slot, tokens):
     hit = len(matched) * blocks.block_size
     blocks.append(slot, blocks.blocks_for(len(tokens)) - len(matched))
     blocks.written(*(np.array([x], np.int32) for x in (slot, hit, len(tokens) - hit)))
-    state.num_tokens[slot] = state.num_computed[slot] = len(tokens)
+    state.num_tokens[slot] = state.num_computed[slot] = state.num_scheduled[slot] = len(tokens)
     return hit
 
 
@@ -195,7 +197,7 @@ def test_a_lone_survivor_copies_nothing():
     blocks = filled(tokens=[1, 2, 3])
     blocks.fork(0, 1, 3)
     blocks.release(0)
-    blocks.state.num_computed[1] = 3
+    blocks.state.num_scheduled[1] = 3
     assert blocks.make_private(1) is None
     assert blocks.num_copies == 0
 
@@ -204,7 +206,7 @@ def test_a_fork_that_shares_less_enters_the_cache_under_its_own_prefix():
     blocks = filled(num_blocks=16, tokens=[1, 2, 3, 4])
     state = blocks.state
     state.token_ids[1, :6] = [1, 2, 9, 9, 7, 7]
-    state.num_tokens[1], state.num_computed[1] = 6, 2
+    state.num_tokens[1] = 6
     blocks.fork(0, 1, 2)
     blocks.append(1, 2)
     one = np.array([1], np.int32)

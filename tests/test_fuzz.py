@@ -152,8 +152,8 @@ class OneEngine:
         self.made += 1
         engine = self._engine
         if engine.scheduler.has_work:  # of a run that died
-            engine.scheduler.abort()
-        engine._on_step, engine._on_note = on_step, on_note
+            engine._pipeline.abort()
+        engine._pipeline.on_step, engine._pipeline.on_note = on_step, on_note
         return engine
 
 

@@ -14,7 +14,6 @@ from test_groups import alone, beams, make, sampling, smallest_pool
 from tiny_models import random_sequences, tiny_checkpoint
 
 from pagedgen import Engine, EngineConfig, Request, SamplingParams, Status
-from pagedgen import engine as engine_module
 from pagedgen.execution.memory import is_out_of_memory
 from pagedgen.request import BeamParams, FinishReason
 from pagedgen.scheduling import budget
@@ -412,7 +411,7 @@ def test_what_the_failed_step_held_is_let_go_before_the_device_frees_memory(chec
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(engine.runner, "execute", failing)
-    monkeypatch.setattr(engine_module, "free_unused_memory", lambda device: freed.append(held[0]() is None))
+    monkeypatch.setattr(engine._pipeline, "_free_memory", lambda: freed.append(held[0]() is None))
     (completion,) = engine.generate([Request(0, "0", prompt="fox", params=SamplingParams(max_tokens=2))])
     assert completion.status is Status.OK
     assert freed == [True]

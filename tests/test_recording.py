@@ -99,9 +99,8 @@ def observe(scheduler, history, durations, recorder, preempt_every, device):
         number += 1
         if preempt_every and number < 60 and number % preempt_every == 0 and scheduler.running.groups:
             scheduler._preempt(scheduler.running.groups[-1])
-        observer.before()
         plan = scheduler.schedule()
-        observer.holding(plan)
+        held = observer.holding(plan)
         counts = dict(zip(plan.slots.tolist(), plan.counts.tolist(), strict=True))
         places = [
             (
@@ -125,7 +124,7 @@ def observe(scheduler, history, durations, recorder, preempt_every, device):
         history.steps.append(step)
         for group in finished:
             note_final_lengths(history, group)
-        recorder.add_step(observer.after(StepTimes(start, now), finished))
+        recorder.add_step(observer.after(StepTimes(start, now), held, finished))
 
 
 def note_final_lengths(history, group):

@@ -67,7 +67,7 @@ def build_batch(plan: StepPlan, state: SlotArrays, device: torch.device) -> Forw
         context_lens=tensor(context_lens),
         block_tables=tensor(state.block_table[slots, :table_width]),
         rope_lens=tensor(np.maximum(positions + 1, prompt_lens)),
-        logit_rows=tensor(_logit_rows(plan, state, query_start)),
+        logit_rows=tensor(logit_rows(plan, state, query_start)),
     )
 
 
@@ -86,7 +86,8 @@ def wanted_prompt_positions(plan: StepPlan, state: SlotArrays) -> tuple[NDArray[
     return np.repeat(np.array(sequences, np.int64), lengths), np.concatenate([empty, *ranges])
 
 
-def _logit_rows(plan: StepPlan, state: SlotArrays, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
+def logit_rows(plan: StepPlan, state: SlotArrays, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
+    """int64 [R]: the packed positions whose logits a step needs; see ForwardBatch."""
     last: NDArray[np.int64] = (query_start[1:] - 1)[plan.samples].astype(np.int64)
     if not plan.prompt_logprobs:
         return last

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedgen.execution.transfer import to_device
 from pagedgen.step import SlotArrays, StepPlan
 
 
@@ -51,7 +52,7 @@ def _add_biases(
     if found:
         rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
         place = _place(scores, rows, np.concatenate([ids for _, ids, _ in found]))
-        scores[place] += _tensor(scores, np.concatenate([values for _, _, values in found]))
+        scores[place] += to_device(np.concatenate([values for _, _, values in found]), scores.device)
 
 
 def _penalise_repetition(scores: torch.Tensor, slots: NDArray[np.int32], state: SlotArrays) -> None:
@@ -61,7 +62,7 @@ def _penalise_repetition(scores: torch.Tensor, slots: NDArray[np.int32], state: 
         return
     occurring, ids, _ = _occurrences(slots[some], np.zeros(len(some), np.int32), state, scores.shape[1])
     rows = some[occurring]
-    place, factor = _place(scores, rows, ids), _tensor(scores, penalty[rows])
+    place, factor = _place(scores, rows, ids), to_device(penalty[rows], scores.device)
     before = scores[place]
     scores[place] = torch.where(before < 0, before * factor, before / factor)
 
@@ -73,7 +74,8 @@ def _penalise_occurrences(scores: torch.Tensor, slots: NDArray[np.int32], state:
         return
     occurring, ids, counts = _occurrences(slots[some], state.num_prompt[slots[some]], state, scores.shape[1])
     rows = some[occurring]
-    scores[_place(scores, rows, ids)] -= _tensor(scores, counts.astype(np.float32) * frequency[rows] + presence[rows])
+    penalty = counts.astype(np.float32) * frequency[rows] + presence[rows]
+    scores[_place(scores, rows, ids)] -= to_device(penalty, scores.device)
 
 
 def _occurrences(
@@ -92,8 +94,4 @@ def _place(
     scores: torch.Tensor, rows: NDArray[np.integer], ids: NDArray[np.integer]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The index of one score for each of the (row, id) pairs, which are distinct."""
-    return _tensor(scores, rows.astype(np.int64)), _tensor(scores, ids.astype(np.int64))
-
-
-def _tensor(scores: torch.Tensor, array: NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array).to(scores.device)
+    return to_device(rows.astype(np.int64), scores.device), to_device(ids.astype(np.int64), scores.device)

@@ -55,7 +55,7 @@ class DeviceAsks:
 
     def _banned(self, slot: int, sequence: Sequence) -> tuple[int, ...]:
         """End ids below `min_tokens`, and the tokens that would complete a bad word."""
-        length = int(self._state.num_tokens[slot])
+        length = int(self._state.num_tokens[slot] + self._state.num_pending[slot])
         banned: list[int] = []
         if length - sequence.num_prompt < sequence.params.min_tokens:
             banned += sequence.end_ids

@@ -140,7 +140,7 @@ class BlockManager:
         Where nobody else refers to a block that several of them are about to write into, the last one keeps it.
         """
         state = self.state
-        index = state.num_computed[slots] // self.block_size
+        index = state.num_scheduled[slots] // self.block_size
         inside = index < state.num_blocks[slots]
         last = state.block_table[slots, np.where(inside, index, 0)]
         needs: NDArray[np.bool_] = inside & (self.ref_count[last] > 1)
@@ -154,7 +154,7 @@ class BlockManager:
         """Copy-on-write of the block that the next token of `slot` goes into: (source, destination), or None when the
         block is the slot's own."""
         state = self.state
-        index = int(state.num_computed[slot]) // self.block_size
+        index = int(state.num_scheduled[slot]) // self.block_size
         source = int(state.block_table[slot, index])
         if index >= state.num_blocks[slot] or self.ref_count[source] == 1:
             return None

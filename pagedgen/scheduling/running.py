@@ -77,7 +77,7 @@ class RunningGroups:
         length, computed = int(state.num_tokens[source]), int(state.num_computed[source])
         slot = self._occupy(child, self.slots.group(source), state.token_ids[source, :length])
         self.blocks.fork(source, slot, computed)
-        state.num_computed[slot] = computed
+        self._set_computed(slot, computed)
         self.slots.most_computed[slot] = self.slots.most_computed[source]
         self.counts.branchings += 1
 
@@ -124,7 +124,7 @@ class RunningGroups:
                     self._adopt(slot, blocks)
                 else:
                     self.blocks.fork(source, slot, shared)
-                    state.num_computed[slot] = shared
+                    self._set_computed(slot, shared)
                 self.counts.branchings += 1
                 waiting.remove(fork)
                 made = True
@@ -158,14 +158,18 @@ class RunningGroups:
         return sum(blocks.blocks_for(len(fork.child.token_ids)) - fork.at // blocks.block_size for fork in group.forks)
 
     def remaining(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The tokens of each that can be computed: to its end, or to where it pauses for a copy to be made of it."""
-        upto = np.minimum(self.state.num_tokens[slots], self.slots.pause_at[slots])
-        remaining: NDArray[np.int32] = upto - self.state.num_computed[slots]
+        """The tokens of each that can be planned for: to its end, or to where it pauses for a copy to be made of it.
+        The last token that a sequence may have is never computed."""
+        state, pending = self.state, self.state.num_pending[slots]
+        upto = np.minimum(state.num_tokens[slots] + pending, self.slots.max_total[slots] - 1)
+        upto = np.minimum(upto, self.slots.pause_at[slots])
+        remaining: NDArray[np.int32] = upto - state.num_scheduled[slots]
+        remaining[(pending > 0) & self.slots.waits[slots]] = 0
         return remaining
 
     def blocks_needed(self, slots: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int32]:
         """The blocks, private copies included, that each has to take to compute `counts` tokens."""
-        ends = self.state.num_computed[slots] + counts
+        ends = self.state.num_scheduled[slots] + counts
         writes = counts > 0
         needed = np.where(writes, np.maximum(-(-ends // self.blocks.block_size) - self.state.num_blocks[slots], 0), 0)
         needed[writes] += self.blocks.needs_copy(slots[writes])
@@ -181,7 +185,7 @@ class RunningGroups:
             copy = self.blocks.make_private(slot)
             if copy is not None:
                 copies.append(copy)
-            end = int(self.state.num_computed[slot] + counts[i])
+            end = int(self.state.num_scheduled[slot] + counts[i])
             self.blocks.append(slot, max(0, self.blocks.blocks_for(end) - int(self.state.num_blocks[slot])))
         return copies
 
@@ -198,9 +202,12 @@ class RunningGroups:
         for group in self.groups:
             assert len(group.running) + len(group.forks) == len(group.live) <= group.held_slots
         for sequence in running:
-            computed, known = state.num_computed[sequence.slot], state.num_tokens[sequence.slot]
+            slot = sequence.slot
+            computed, scheduled = state.num_computed[slot], state.num_scheduled[slot]
+            known, pending = state.num_tokens[slot], state.num_pending[slot]
             assert computed + (sequence.continuations is None) <= known <= sequence.max_total
-            assert self.blocks.blocks_for(int(computed)) <= state.num_blocks[sequence.slot]
+            assert computed <= scheduled <= known + pending <= sequence.max_total
+            assert self.blocks.blocks_for(int(scheduled)) <= state.num_blocks[slot]
         assert not state.num_blocks[self.slots.free].any()
 
     def _occupy(self, sequence: Sequence, group: SequenceGroup, token_ids: NDArray[np.int32]) -> int:
@@ -212,4 +219,7 @@ class RunningGroups:
 
     def _adopt(self, slot: int, blocks: list[int]) -> None:
         self.blocks.adopt(slot, blocks)
-        self.state.num_computed[slot] = len(blocks) * self.blocks.block_size
+        self._set_computed(slot, len(blocks) * self.blocks.block_size)
+
+    def _set_computed(self, slot: int, count: int) -> None:
+        self.state.num_computed[slot] = self.state.num_scheduled[slot] = count

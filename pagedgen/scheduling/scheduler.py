@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from pagedgen.request import Status
 from pagedgen.scheduling.blocks import BlockManager
 from pagedgen.scheduling.budget import StepBudget
+from pagedgen.scheduling.in_flight import StepsInFlight
 from pagedgen.scheduling.running import RunningGroups, SchedulerCounts
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
 from pagedgen.scheduling.slots import RunningSlots
@@ -28,6 +29,9 @@ class Scheduler:
     A group begins as one sequence that computes the prompt. Its samples are copies made when the first token is drawn,
     its beams copies made at each branching: a copy adds references to blocks, and a block is copied only when one of
     several sequences writes into it.
+
+    A step may be planned while others are in flight, whose tokens are not known yet: whoever drew one goes on from it,
+    wherever it is. Beams wait for their continuations, and so do the few others of `RunningSlots.waits`.
     """
 
     def __init__(self, state: SlotArrays, blocks: BlockManager, max_batch_tokens: int) -> None:
@@ -36,6 +40,7 @@ class Scheduler:
         self.slots = RunningSlots(state)
         self.counts = SchedulerCounts()
         self.running = RunningGroups(self.slots, blocks, self.counts)
+        self.in_flight = StepsInFlight(state)
         # The group that last did not fit, and the blocks there were to spare for it.
         self._refused: tuple[SequenceGroup | None, int] = (None, 0)
         # The slots of first samples whose others do not exist yet.
@@ -58,19 +63,23 @@ class Scheduler:
         self.waiting.append(group)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing is left to do. Whatever was finished has been taken out by `update`."""
-        slots, counts, needed, preempted = self._make_room()
+        """The next step, or None when nothing is left to do; with steps in flight also when their results have to be
+        entered first. Whatever was finished has been taken out by `update`."""
+        room = self._make_room()
+        if room is None:
+            return None
+        slots, counts, needed, preempted = room
         copies = self.running.allocate(slots, counts, needed)
         if not preempted:
             slots, counts = self._admit(slots, counts)
         scheduled = counts > 0
         slots, counts = slots[scheduled], counts[scheduled]
         if not len(slots):
-            assert not self.has_work, "there is work, but nothing could be scheduled"
+            assert self.in_flight or not self.has_work, "there is work, but nothing could be scheduled"
             return None
-        starts = self.state.num_computed[slots]
-        samples = starts + counts == self.state.num_tokens[slots]
-        return StepPlan(
+        starts = self.state.num_scheduled[slots]
+        samples = starts + counts == self.state.num_tokens[slots] + self.state.num_pending[slots]
+        plan = StepPlan(
             slots=slots,
             starts=starts,
             counts=counts,
@@ -79,10 +88,14 @@ class Scheduler:
             extra_keys=self._extra_keys(slots[samples]),
             **self.slots.asks.of_step(slots, starts, counts, samples),
         )
+        self.in_flight.enter(plan)
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceGroup]:
-        """Enter a step's tokens and return the groups that finished; their blocks are free or cached again."""
+        """Enter the tokens of the oldest step in flight and return the groups that finished; their blocks are free or
+        cached again."""
         state = self.state
+        plan, result = self.in_flight.leave(plan, result)
         self.budget.step_succeeded()
         self.blocks.written(plan.slots, plan.starts, plan.counts)
         state.num_computed[plan.slots] += plan.counts
@@ -115,7 +128,8 @@ class Scheduler:
         return self._retire(ended)
 
     def step_failed(self, plan: StepPlan) -> list[SequenceGroup]:
-        """Take back a step that ran out of memory, in place of `update`, and make the next ones smaller.
+        """Take back the only step in flight, which ran out of memory, in place of `update`, and make the next ones
+        smaller.
 
         All running groups wait again, in their order and before all others: that gives back the blocks of the step and
         forgets its copies, whether or not the device came to them, while what earlier steps computed stays in the
@@ -124,8 +138,9 @@ class Scheduler:
         """
         self.counts.out_of_memory += 1
         ended = []
+        slots = self.in_flight.take_back(plan)
         if self.budget.is_least:
-            ended.append(self._end_out_of_memory(self.slots.group(int(plan.slots[0]))))
+            ended += [self._end_out_of_memory(self.slots.group(slot)) for slot in slots.tolist()]
             self.budget.restore()
         else:
             self.budget.step_failed(plan.num_tokens)
@@ -135,6 +150,7 @@ class Scheduler:
 
     def abort(self) -> None:
         """Forget all work: every block is free or cached afterwards."""
+        self.in_flight.clear()
         for group in list(self.running.groups):
             self.running.leave(group)
         for slot in self.slots.occupied:  # of a group that was interrupted while it was being admitted
@@ -158,9 +174,10 @@ class Scheduler:
         counts: NDArray[np.int32] = np.clip(self.budget.tokens - before, 0, remaining).astype(np.int32)
         return counts
 
-    def _make_room(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], bool]:
+    def _make_room(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], bool] | None:
         """Preempt the last admitted groups until what the others need fits: the slots that stay, the tokens and blocks
-        each gets in this step, and whether any group was preempted."""
+        each gets in this step, and whether any group was preempted. None where one would have to be whose tokens are
+        not all known."""
         preempted = False
         while True:
             slots = self.running.order
@@ -168,6 +185,8 @@ class Scheduler:
             needed = self.running.blocks_needed(slots, counts)
             if needed.sum() <= self.blocks.num_available:
                 return slots, counts, needed, preempted
+            if self.in_flight:
+                return None
             assert len(self.running.groups) > 1, "a group that was admitted cannot outgrow the pool"
             self._preempt(self.running.groups[-1])
             preempted = True
@@ -261,6 +280,7 @@ class Scheduler:
         slot = self.running.start(group, first, blocks)
         if group.num_unborn:
             self._first_samples.add(slot)
+            self.slots.waits[slot] = True
         if first.cached_tokens < 0:
             first.cached_tokens = min(len(blocks) * self.blocks.block_size, first.num_prompt)
             self.counts.cached_tokens += first.cached_tokens
@@ -304,6 +324,7 @@ class Scheduler:
                 continue
             self._first_samples.remove(slot)
             first, group = self.slots[slot], self.slots.group(slot)
+            self.slots.waits[slot] = bool(first.bad_words)
             for number in range(len(extra.tokens)):
                 sample = first.sibling(number + 1)
                 self.running.fork(first, sample)

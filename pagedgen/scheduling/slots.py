@@ -18,7 +18,9 @@ class RunningSlots:
     had computed, before its last preemption too. pause_at: int32 [max_seqs], where its computation pauses for a copy to
     be made of it, or NEVER. end_ids: int32 [max_seqs, 8], as many as fit; -1 is no token. watched: bool [max_seqs],
     those with more end ids, with stop strings or with log-probabilities, whose tokens are looked at in Python, each of
-    them. rows: int64 [max_seqs], samples: int32 [max_seqs], the request and the sample of it that each is.
+    them. waits: bool [max_seqs], those for which nothing more can be planned before the token that they drew last is
+    known: with bad words, or about to have copies. rows: int64 [max_seqs], samples: int32 [max_seqs], the request and
+    the sample of it that each is.
     """
 
     NEVER = np.iinfo(np.int32).max
@@ -31,6 +33,7 @@ class RunningSlots:
         self.pause_at = np.full(max_seqs, self.NEVER, np.int32)
         self.end_ids = np.full((max_seqs, MAX_UNWATCHED_END_IDS), -1, np.int32)
         self.watched = np.zeros(max_seqs, np.bool_)
+        self.waits = np.zeros(max_seqs, np.bool_)
         self.rows = np.zeros(max_seqs, np.int64)
         self.samples = np.zeros(max_seqs, np.int32)
         self.asks = DeviceAsks(state)
@@ -77,6 +80,7 @@ class RunningSlots:
             or sequence.stop_checker is not None
             or sequence.params.logprobs is not None
         )
+        self.waits[slot] = bool(sequence.bad_words)
         self.asks.add(sequence)
         return slot
 
@@ -99,10 +103,12 @@ class RunningSlots:
         sequence.continuations = None
         self.asks.remove(slot)
         self.pause_at[slot] = self.NEVER
+        self.state.num_pending[slot] = 0
+        self.state.epoch[slot] += 1
         self._sequences[slot], self._groups[slot], sequence.slot = None, None, -1
         self.free.append(slot)
         return slot
 
     def tokens(self, sequence: Sequence) -> NDArray[np.int32]:
-        """The tokens of a running sequence so far."""
+        """The tokens of a running sequence that are known."""
         return self.state.token_ids[sequence.slot, : self.state.num_tokens[sequence.slot]]
