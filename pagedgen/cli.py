@@ -160,6 +160,8 @@ class Machine:
     max_seqs: options.MaxSeqs = DEFAULTS.max_seqs
     max_model_len: options.MaxModelLen = None
     no_prefix_cache: options.NoPrefixCache = False
+    no_overlap: options.NoOverlap = False
+    no_cuda_graphs: options.NoCudaGraphs = False
     trust_remote_code: options.TrustRemoteCode = False
 
 
@@ -336,8 +338,10 @@ def _job_config(given: dict[str, Any], beam: BeamParams | None) -> JobConfig:
 
 
 def _engine_config(given: dict[str, Any]) -> EngineConfig:
-    names = {field.name for field in fields(EngineConfig)} & given.keys()
-    return EngineConfig(**{name: given[name] for name in names}, prefix_cache=not given["no_prefix_cache"])
+    names = {field.name for field in fields(EngineConfig)}
+    settings = {name: given[name] for name in names & given.keys()}
+    settings |= {name: not given[f"no_{name}"] for name in names if f"no_{name}" in given}
+    return EngineConfig(**settings)
 
 
 def _exit_with(job: Callable[[], int]) -> NoReturn:

@@ -29,6 +29,7 @@ class EngineConfig:
     block_size: tokens a KV block holds. max_batch_tokens: most tokens computed in one step.
     max_seqs: most sequences that run at a time. max_model_len: longest prompt plus completion in tokens; None is the
     model's own limit. quantize: "int8" computes some of the linear layers in eight bits, on a CPU (W8A8, dynamic).
+    overlap, cuda_graphs: on a GPU, plan steps while others run, and launch decoding steps as CUDA graphs.
     trust_remote_code: run the Python code that comes with a model's files, where it needs it.
     """
 
@@ -42,6 +43,8 @@ class EngineConfig:
     max_seqs: int = 256
     max_model_len: int | None = None
     prefix_cache: bool = True
+    overlap: bool = True
+    cuda_graphs: bool = True
     on_too_long: OnTooLong = "error"
     trust_remote_code: bool = False
 

@@ -9,9 +9,10 @@ from pagedgen.admission import Admission, Limits
 from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
 from pagedgen.execution.attention import choose_backend
+from pagedgen.execution.failures import free_unused_memory
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import device_bytes, free_unused_memory, naming_memory, size_pool
-from pagedgen.execution.runner import ModelRunner
+from pagedgen.execution.memory import device_bytes, naming_memory, size_pool
+from pagedgen.execution.runner import make_runner
 from pagedgen.models.llama import LlamaModel
 from pagedgen.models.loader import load_model
 from pagedgen.params import defaults_from_generation_config, merge_eos_token_ids
@@ -47,7 +48,7 @@ class Engine:
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        phase = on_phase or (lambda _: None)
+        phase, on_note = on_phase or (lambda _: None), on_note or (lambda _: None)
         phase("loading the model")
         loaded = load_model(config)
         self.model = loaded.model
@@ -71,17 +72,17 @@ class Engine:
         self.kv_bytes = num_blocks * KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
         with naming_memory(config, self.kv_bytes, self.max_model_len):
             cache = KVCache(spec.layers, num_blocks, config.block_size, spec.dtype, spec.device)
-            self.runner = ModelRunner(self.model, cache, attention)
             self.state = SlotArrays(config.max_seqs, self.max_model_len, config.block_size)
+            self.runner = make_runner(config, self.model, cache, attention, self.state, on_note)
             self.blocks = BlockManager(num_blocks, self.state, config.prefix_cache and not spec.kv_depends_on_length)
         self.scheduler = Scheduler(self.state, self.blocks, config.max_batch_tokens)
         self._pipeline = Pipeline(
             self.scheduler,
             self.runner,
-            ahead=False,
+            ahead=config.overlap and self.runner.device_state is not None,
             free_memory=partial(free_unused_memory, spec.device),
             on_step=on_step,
-            on_note=on_note or (lambda _: None),
+            on_note=on_note,
         )
         limits = Limits(
             vocab_size=spec.vocab_size,

@@ -229,6 +229,10 @@ TrustRemoteCode = Annotated[
     bool, _option("--trust-remote-code", "Run the Python code that comes with the model, where it needs it.", ENGINE)
 ]
 NoPrefixCache = Annotated[bool, _option("--no-prefix-cache", "Compute every prompt in full.", ENGINE)]
+NoOverlap = Annotated[bool, _option("--no-overlap", "On a GPU, plan each step after the last one has ended.", ENGINE)]
+NoCudaGraphs = Annotated[
+    bool, _option("--no-cuda-graphs", "On a GPU, launch each kernel of a decoding step by itself.", ENGINE)
+]
 Width = Annotated[int, typer.Option(help="Sequences that each row's search keeps, 1 to 64.", rich_help_panel=BEAM)]
 NumReturn = Annotated[
     int,

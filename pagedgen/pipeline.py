@@ -1,12 +1,14 @@
 """The steps of the scheduler on the device: planned, launched, and entered when their results are there."""
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagedgen.execution.memory import is_out_of_memory
+from pagedgen.errors import PagedgenError
+from pagedgen.execution.failures import is_device_failure, is_out_of_memory
 from pagedgen.observer import Held, StepObserver, StepTimes
 from pagedgen.scheduling.scheduler import Scheduler
 from pagedgen.scheduling.sequence import SequenceGroup
@@ -91,7 +93,8 @@ class Pipeline:
 
     def _start(self, plan: StepPlan) -> Callable[[], StepResult] | None:
         try:
-            return self._runner.launch(plan, self._scheduler.state)
+            with _naming_failures():
+                return self._runner.launch(plan, self._scheduler.state)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -100,7 +103,9 @@ class Pipeline:
     def _enter(self, step: _Launched) -> list[SequenceGroup]:
         if step.result is None:
             return self._take_back(step.plan)
-        result, times = step.result(), step.times
+        with _naming_failures():
+            result = step.result()
+        times = step.times
         times.build, times.model, times.sample = result.seconds
         executed = time.perf_counter()
         finished = self._scheduler.update(step.plan, result)
@@ -120,3 +125,19 @@ class Pipeline:
             tokens = "1 token" if plan.num_tokens == 1 else f"{plan.num_tokens} tokens"
             self.on_note(f"a step of {tokens} ran out of memory; going on with {budget.tokens}")
         return ended
+
+
+@contextlib.contextmanager
+def _naming_failures() -> Iterator[None]:
+    """Turn an error after which the device is of no use into a PagedgenError. What has ended is not lost by it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error) or not is_device_failure(error):
+            raise
+        reason = str(error).split("\n", 1)[0].rstrip(".")
+        raise PagedgenError(
+            f"the device failed ({reason}); run the same command again to go on with the rows that are left, with a "
+            "lower --kv-memory or --max-batch-tokens if it was short of memory, and with --no-cuda-graphs if it fails "
+            "again"
+        ) from error

@@ -14,7 +14,7 @@ from test_groups import alone, beams, make, sampling, smallest_pool
 from tiny_models import random_sequences, tiny_checkpoint
 
 from pagedgen import Engine, EngineConfig, Request, SamplingParams, Status
-from pagedgen.execution.memory import is_out_of_memory
+from pagedgen.execution.failures import is_out_of_memory
 from pagedgen.request import BeamParams, FinishReason
 from pagedgen.scheduling import budget
 from pagedgen.scheduling.budget import GOOD_STEPS, StepBudget

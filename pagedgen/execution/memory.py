@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pagedgen.config import EngineConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import build_batch
+from pagedgen.execution.failures import is_out_of_memory
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.runner import PROMPT_LOGIT_ROWS, logit_rows_per_chunk
 from pagedgen.models.base import Model
@@ -25,9 +25,10 @@ from pagedgen.units import format_bytes
 # The activation peak is measured on this many tokens and scaled: activations grow in proportion to the tokens of a
 # step.
 PROBE_TOKENS = 256
-# Left alone on the device, for the rest of the process and of the machine: a share of the total, and no less than this.
-RESERVE_SHARE = 0.2
-RESERVE_BYTES = 1 << 30
+# Left alone, for the rest of the process and of the machine: a share of the total, and no less than this. A GPU is used
+# by nobody else as a rule; the graphs of decoding steps take some of it.
+_RESERVE_SHARES = {"cpu": 0.2, "cuda": 0.08}
+_RESERVE_BYTES = 1 << 30
 # The numbers of a sequence in SlotArrays and RunningSlots besides its tokens and blocks, roughly.
 SLOT_BYTES = 160
 CONTROL_GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -51,6 +52,11 @@ def available_memory(device: torch.device) -> tuple[int, int]:
     return max(free, 0), total
 
 
+def reserve_bytes(device: torch.device, total: int) -> int:
+    """What of the `total` bytes of its memory is left alone."""
+    return max(_RESERVE_BYTES, int(_RESERVE_SHARES[device.type] * total))
+
+
 def device_bytes(device: torch.device) -> int:
     """The bytes that torch's allocator holds on an accelerator."""
     return int(torch.cuda.memory_reserved(device))
@@ -65,21 +71,6 @@ def _control_groups() -> list[Path]:
                 path = line.removeprefix("0::/")
     own = CONTROL_GROUPS / path
     return [group for group in (own, *own.parents) if group.is_relative_to(CONTROL_GROUPS)]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory, the device's or the machine's, did not suffice."""
-    # On a CPU torch raises a plain RuntimeError; its allocator's name is all there is to tell it by.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
-def free_unused_memory(device: torch.device) -> None:
-    """Give back what nothing refers to any more. An error that is still being handled keeps its frames' tensors."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -146,7 +137,7 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     activations = measure_activations(config, model, attention, max_model_len)
     step = activations + logits
     free, total = available_memory(spec.device)
-    usable = free - step - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
+    usable = free - step - reserve_bytes(spec.device, total)
     if config.kv_memory is not None:
         if config.kv_memory > free - step:
             raise UsageError(

@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from pagedgen.config import EngineConfig
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch, build_batch, wanted_prompt_positions
 from pagedgen.execution.device_state import DeviceState
+from pagedgen.execution.graphs import CudaCapture, DecodeGraphs, LoadedStep
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.logprobs import TopLogprobs
-from pagedgen.execution.processors import having
+from pagedgen.execution.processors import edited, having
 from pagedgen.execution.sampler import PendingSample, Sampler
 from pagedgen.execution.transfer import Marker, to_device
 from pagedgen.models.base import Model
@@ -33,14 +36,20 @@ class ModelRunner:
     """A model, its KV cache and a sampler; `launch` starts the step of a StepPlan.
 
     device_state: what the device keeps of the sequences, where it runs by itself; without it, the host gathers each
-    step's tokens, and looks at what the device computes while a step is being launched.
+    step's tokens, and looks at what the device computes while a step is being launched. graphs: of decoding steps, on a
+    device with a state of its own.
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, attention: AttentionBackend, device_state: DeviceState | None = None
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        device_state: DeviceState | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model, self.kv_cache, self.attention = model, kv_cache, attention
-        self.device_state = device_state
+        self.device_state, self.graphs = device_state, graphs
         self.sampler = Sampler(attention.kernels, device_state)
 
     def execute(self, plan: StepPlan, state: SlotArrays) -> StepResult:
@@ -50,51 +59,61 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, state: SlotArrays) -> Callable[[], StepResult]:
         """Start a step with the state as it is now; what is returned waits for its result."""
-        started = time.perf_counter()
-        device = self.kv_cache.device
+        clock = _Clock(time.perf_counter())
         if len(plan.copies):
-            self.attention.kernels.copy_blocks(
-                self.kv_cache.pools.values(), to_device(plan.copies.astype(np.int64), device)
-            )
-        batch = self._batch(plan, state)
-        built = time.perf_counter()
-        hidden = self.model.forward(batch, self.kv_cache, self.attention)
-        slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples]
-        sampling = 0.0
-        samples: list[PendingSample] = []
-        for rows, logits in self._logits(hidden[: len(slots)], logit_rows_per_chunk(self.model.spec.vocab_size)):
-            before = time.perf_counter()
-            samples.append(self.sampler.sample(logits, slots[rows], lengths[rows], plan, state))
-            sampling += time.perf_counter() - before
-        self._enter(samples, plan)
-        prompt_logprobs = self._prompt_logprobs(hidden[len(slots) :], plan, state) if plan.prompt_logprobs else []
-        launched, end = time.perf_counter(), Marker(device)
+            copies = to_device(plan.copies.astype(np.int64), self.kv_cache.device)
+            self.attention.kernels.copy_blocks(self.kv_cache.pools.values(), copies)
+        if self.device_state is not None:
+            self.device_state.send(plan, state)
+        prompt_logprobs: list[PromptLogprobs] = []
+        decoding = self.graphs.load(plan.slots) if self.graphs is not None and is_decoding(plan) else None
+        if decoding is not None:
+            samples = self._decode(decoding, plan, state, clock)
+        else:
+            batch = self._batch(plan, state)
+            clock.built = time.perf_counter()
+            hidden = self.model.forward(batch, self.kv_cache, self.attention)
+            sampled = int(plan.samples.sum())
+            samples = self._sample(hidden[:sampled], plan, state, clock)
+            if plan.prompt_logprobs:
+                prompt_logprobs = self._prompt_logprobs(hidden[sampled:], plan, state)
+        clock.launched, end = time.perf_counter(), Marker(self.kv_cache.device)
 
         def wait() -> StepResult:
             end.wait()
-            waited = 0.0 if self.device_state is None else time.perf_counter() - launched
-            seconds = (built - started, launched - built - sampling + waited, sampling)
-            return _result(plan, samples, prompt_logprobs, seconds)
+            waits = self.device_state is not None
+            return _result(plan, samples, prompt_logprobs, clock.seconds(time.perf_counter() if waits else None))
 
         return wait
 
     def _batch(self, plan: StepPlan, state: SlotArrays) -> ForwardBatch:
         if self.device_state is None:
             return build_batch(plan, state, self.kv_cache.device)
-        self.device_state.send(plan, state)
         return self.device_state.batch(plan, state)
 
-    def _enter(self, samples: list[PendingSample], plan: StepPlan) -> None:
-        """Let the device go on with what it drew."""
-        if self.device_state is None:
-            return
-        for sample in samples:
-            drawing = ~having(sample.slots, plan.beams)
-            if drawing.all():
-                self.device_state.enter(sample.slots, sample.tokens)
-            elif drawing.any():
-                rows = to_device(np.flatnonzero(drawing), sample.tokens.device)
-                self.device_state.enter(sample.slots[drawing], sample.tokens[rows])
+    def _decode(self, step: LoadedStep, plan: StepPlan, state: SlotArrays, clock: "_Clock") -> list[PendingSample]:
+        """A step in which all sequences decode, as the graphs have it; where one asks for more than a token, all are
+        sampled outside them."""
+        clock.built = time.perf_counter()
+        hidden = step.forward()
+        if not is_plain(plan, state):
+            return self._sample(hidden, plan, state, clock)
+        assert self.device_state is not None
+        tokens = step.choose()
+        self.device_state.entered(plan.slots)
+        return [PendingSample.of_tokens(plan, tokens)]
+
+    def _sample(self, hidden: torch.Tensor, plan: StepPlan, state: SlotArrays, clock: "_Clock") -> list[PendingSample]:
+        """hidden: [R, ...] of the sequences that are sampled."""
+        slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        samples: list[PendingSample] = []
+        for rows, logits in self._logits(hidden, logit_rows_per_chunk(self.model.spec.vocab_size)):
+            before = time.perf_counter()
+            samples.append(self.sampler.sample(logits, slots[rows], lengths[rows], plan, state))
+            if self.device_state is not None:
+                _enter(self.device_state, samples[-1], plan)
+            clock.sampling += time.perf_counter() - before
+        return samples
 
     def _logits(self, hidden: torch.Tensor, size: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The logits of `size` rows of hidden states at a time, and which rows they are."""
@@ -116,6 +135,61 @@ class ModelRunner:
             likeliest = TopLogprobs(self.attention.kernels, logits, everything, wanted)
             parts.append((of, likeliest.of_tokens(tokens[rows], everything)))
         return parts
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When a step was launched and its batch built, when all of it was launched, and how long sampling took."""
+
+    started: float
+    built: float = 0.0
+    launched: float = 0.0
+    sampling: float = 0.0
+
+    def seconds(self, ended: float | None) -> tuple[float, float, float]:
+        """Those of a StepResult. ended: when the device had ended, if that was waited for."""
+        end = self.launched if ended is None else ended
+        return self.built - self.started, end - self.built - self.sampling, self.sampling
+
+
+def make_runner(
+    config: EngineConfig,
+    model: Model,
+    kv_cache: KVCache,
+    attention: AttentionBackend,
+    state: SlotArrays,
+    on_note: Callable[[str], None],
+) -> ModelRunner:
+    """The runner for the cache's device. An accelerator keeps what the sequences are, if its kernels let it."""
+    if attention.name != "triton":
+        return ModelRunner(model, kv_cache, attention)
+    device_state = DeviceState(state, kv_cache.device)
+    graphs = None
+    if config.cuda_graphs:
+        parts = (model, kv_cache, attention, device_state)
+        graphs = DecodeGraphs(*parts, config.max_seqs, CudaCapture(), on_note)
+    return ModelRunner(model, kv_cache, attention, device_state, graphs)
+
+
+def is_decoding(plan: StepPlan) -> bool:
+    """Whether each sequence of the step computes the last token that it has, and nothing else."""
+    return bool(plan.samples.all() and (plan.counts == 1).all()) and not plan.prompt_logprobs
+
+
+def is_plain(plan: StepPlan, state: SlotArrays) -> bool:
+    """Whether each sequence of a decoding step asks for one token and nothing else, as the model's logits have it."""
+    asks = (plan.banned, plan.logprobs, plan.biases, plan.extra_keys, plan.beams)
+    return not any(asks) and not edited(plan.slots, plan, state).any()
+
+
+def _enter(device_state: DeviceState, sample: PendingSample, plan: StepPlan) -> None:
+    """Let the device go on with what it drew."""
+    drawing = ~having(sample.slots, plan.beams)
+    if drawing.all():
+        device_state.enter(sample.slots, sample.tokens)
+    elif drawing.any():
+        rows = to_device(np.flatnonzero(drawing), sample.tokens.device)
+        device_state.enter(sample.slots[drawing], sample.tokens[rows])
 
 
 def _result(

@@ -50,6 +50,11 @@ class PendingSample:
     logprobs: tuple[NDArray[np.int64], Callable[[], list[LogprobResult]]] | None
     beams: list[FoundBeams]
 
+    @staticmethod
+    def of_tokens(plan: StepPlan, tokens: torch.Tensor) -> "PendingSample":
+        """One token for each sequence of the step, and nothing else."""
+        return PendingSample(plan.slots, plan, tokens, to_host(tokens), None, [])
+
     def result(self) -> Sampled:
         """Once the device has come so far: all there is."""
         tokens = self.draws.numpy().astype(np.int32)

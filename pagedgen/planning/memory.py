@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pagedgen.config import EngineConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import RESERVE_BYTES, RESERVE_SHARE, available_memory, check_tables, logits_bytes
+from pagedgen.execution.memory import available_memory, check_tables, logits_bytes, reserve_bytes
 from pagedgen.models.facts import ModelFacts
 from pagedgen.models.support import check_memory
 from pagedgen.planning.profile import Profile
@@ -46,7 +46,7 @@ def plan_pool(config: EngineConfig, facts: ModelFacts, max_model_len: int, profi
     per_token = profile.activation_bytes if profile is not None else _activation_bytes(facts)
     activations = round(per_token * config.max_batch_tokens)
     left = free - weights - activations - logits
-    usable = left - max(RESERVE_BYTES, int(RESERVE_SHARE * total))
+    usable = left - reserve_bytes(facts.device, total)
     if config.kv_memory is not None:
         if config.kv_memory > left:
             raise UsageError(
