@@ -77,7 +77,7 @@ def paged_attention(
     block_tables: int32 [S, B]; entries past a sequence's last block are never read, nor are slots past its context.
     context_lens: int32 [S], tokens of each sequence in the cache, those of this step included. query_start: int32
         [S + 1], where each sequence's queries start; the last is T. Query i of a sequence with n queries sits at
-        position context_len - n + i.
+        position context_len - n + i. The queries of a sequence without context, which fill a batch up, get zeros.
     sliding_window: a key is visible when key_position > query_position - sliding_window (None: all up to the query's
     own). softcap: scores become softcap * tanh(score / softcap) before they are masked. sinks: [Hq], a logit for each
     head that takes part in the softmax's denominator only.
@@ -88,6 +88,9 @@ def paged_attention(
     for s, context in enumerate(context_lens.tolist()):
         begin, end = starts[s], starts[s + 1]
         if begin == end:
+            continue
+        if not context:
+            out[begin:end] = 0
             continue
         blocks = block_tables[s, : -(-context // block_size)].long()
         keys = key_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float()

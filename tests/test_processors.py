@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagedgen.execution.processors import ban, edit, edited
+from pagedgen.execution.processors import add_biases, ban, edited, penalise
 from pagedgen.scheduling.sequence import mix64
 
 BACKENDS = [reference, cpu] if cpu.available() else [reference]
@@ -31,7 +31,8 @@ def edit_and_ban(logits, state, slots=None, biases=None, banned=None):
     slots = np.arange(len(logits), dtype=np.int32) if slots is None else np.array(slots, np.int32)
     plan = make_plan(slots, biases=biases, banned=banned or {})
     scores = logits.clone()
-    edit(scores, slots, plan, state)
+    add_biases(scores, slots, plan)
+    penalise(scores, slots, state)
     ban(scores, slots, plan)
     return scores
 

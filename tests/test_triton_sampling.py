@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pagedgen_kernels import reference
 from pagedgen_kernels import triton as kernels
 from pagedgen_kernels.triton import draws, filters, largest, noise, penalties
-from sampler_cases import make_plan, make_state, sample
+from sampler_cases import make_state, sample
 from triton_interpreter import DEVICE, INTERPRETED
 
 from pagedgen.execution import sampler
-from pagedgen.execution.processors import edit
+from pagedgen.execution.processors import penalise
 
 MODULES = (draws, filters, largest, noise, penalties)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -343,7 +343,7 @@ def test_penalties_are_those_of_the_processors(module: Any, seed: int, lengths: 
     scores = randn(len(lengths), vocab_size + 3, seed=seed)[:, :vocab_size]
     scores[0, 0] = NOWHERE
     expected = scores.cpu().clone()
-    edit(expected, slots, make_plan(slots), state)
+    penalise(expected, slots, state)
     names = ("num_tokens", "num_prompt", "repetition_penalty", "presence_penalty", "frequency_penalty")
     settings_ = [torch.from_numpy(getattr(state, name)[slots]).to(DEVICE) for name in names]
     token_ids, rows = torch.from_numpy(state.token_ids).to(DEVICE), torch.from_numpy(slots.astype(np.int64)).to(DEVICE)

@@ -27,9 +27,8 @@ def edited(slots: NDArray[np.int32], plan: StepPlan, state: SlotArrays) -> NDArr
     return changed
 
 
-def edit(scores: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan, state: SlotArrays) -> None:
-    """Apply biases and penalties to scores float32 [N, vocab_size] of the sequences in `slots` [N], in place."""
-    _add_biases(scores, slots, plan.biases)
+def penalise(scores: torch.Tensor, slots: NDArray[np.int32], state: SlotArrays) -> None:
+    """Apply the penalties to scores float32 [N, vocab_size] of the sequences in `slots` [N], in place."""
     _penalise_repetition(scores, slots, state)
     _penalise_occurrences(scores, slots, state)
 
@@ -43,12 +42,9 @@ def ban(scores: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan) -> None:
         scores[_place(scores, rows, np.concatenate([ids for _, ids in found]))] = -torch.inf
 
 
-def _add_biases(
-    scores: torch.Tensor,
-    slots: NDArray[np.int32],
-    biases: Mapping[int, tuple[NDArray[np.int64], NDArray[np.float32]]],
-) -> None:
-    found = [(row, *biases[slot]) for row, slot in enumerate(slots.tolist()) if slot in biases]
+def add_biases(scores: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan) -> None:
+    """Add the biases to scores float32 [N, vocab_size] of the sequences in `slots` [N], in place."""
+    found = [(row, *plan.biases[slot]) for row, slot in enumerate(slots.tolist()) if slot in plan.biases]
     if found:
         rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
         place = _place(scores, rows, np.concatenate([ids for _, ids, _ in found]))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pagedgen.execution.device_state import DeviceState
 from pagedgen.execution.filters import Filters, draw_filtered, draws_of
 from pagedgen.execution.logprobs import TopLogprobs
-from pagedgen.execution.processors import ban, edit, edited, having
+from pagedgen.execution.processors import add_biases, ban, edited, having, penalise
 from pagedgen.execution.transfer import to_device, to_host
 from pagedgen.step import Continuations, ExtraDraws, LogprobResult, SlotArrays, StepPlan
 
@@ -133,7 +133,7 @@ class Sampler:
             tokens = drawn if len(mine) == len(of) else tokens.index_copy_(0, to_device(mine, tokens.device), drawn)
         if len(edits):
             scores = logits[to_device(edits, logits.device)].float()
-            edit(scores, slots[edits], plan, state)
+            self._edit(scores, slots[edits], plan, state)
             mine, place = draws_of(edits, of, len(slots))
             drawn = self._draw(scores, np.arange(len(edits)), slots[edits], place, keys[mine], state)
             tokens.index_copy_(0, to_device(mine, tokens.device), drawn)
@@ -189,19 +189,28 @@ class Sampler:
         settings: DeviceState,
     ) -> torch.Tensor:
         """The same without looking at anything that the device computes; rows, slots, keys: of each draw [D]."""
-        packed = to_device(np.stack([rows, slots.astype(np.int64), keys.view(np.int64)]), scores.device)
-        index, of, own = packed
-        everything = len(rows) == len(scores) and bool((rows == np.arange(len(rows))).all())
-        drawn: torch.Tensor = self.kernels.choose_tokens(
-            scores,
-            settings.temperature[of],
-            settings.top_k[of],
-            settings.top_p[of],
-            settings.min_p[of],
-            own,
-            None if everything else index,
-        )
-        return drawn
+        index, of, own = to_device(np.stack([rows, slots.astype(np.int64), keys.view(np.int64)]), scores.device)
+        in_place = len(rows) == len(scores) and bool((rows == np.arange(len(rows))).all())
+        tokens = []
+        for begin in range(0, len(rows), len(scores)):  # as many copied rows at a time as there are
+            part = slice(begin, begin + len(scores))
+            source = of[part]
+            some = scores if in_place else scores[index[part]]
+            filters = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+            tokens.append(self.kernels.choose_tokens(some, *(each[source] for each in filters), own[part]))
+        return torch.cat(tokens)
+
+    def _edit(self, scores: torch.Tensor, slots: NDArray[np.int32], plan: StepPlan, state: SlotArrays) -> None:
+        """Apply biases and penalties to scores float32 [N, vocab_size] of the sequences in `slots` [N], in place."""
+        add_biases(scores, slots, plan)
+        known = self._device_state
+        if known is None:
+            penalise(scores, slots, state)
+            return
+        rows = to_device(slots.astype(np.int64), scores.device)
+        penalties = (known.repetition_penalty, known.presence_penalty, known.frequency_penalty)
+        of_rows = (each[rows] for each in (known.num_tokens, known.num_prompt, *penalties))
+        self.kernels.penalise(scores, known.token_ids, *of_rows, rows)
 
     def _search(
         self,
@@ -226,7 +235,7 @@ class Sampler:
             scores = logits[to_device(some, logits.device)].float()
             everything = np.arange(len(some))
             scores -= self._top(scores, everything, 1)[2][:, None]
-            edit(scores, slots[some], plan, state)
+            self._edit(scores, slots[some], plan, state)
             ban(scores, slots[some], plan)
             values, ids, _ = self._top(scores, everything, wanted)
             found.append(FoundBeams(some, to_host(values), to_host(ids)))
