@@ -45,12 +45,10 @@ class StepObserver:
         """The blocks while the step's sequences hold them; each token of a step in flight fills one more slot."""
         scheduler, blocks, state = self._scheduler, self._scheduler.blocks, self._scheduler.state
         order, slots = scheduler.running.order, scheduler.slots
-        by_slot = np.zeros(len(state.num_scheduled), np.int32)
-        by_slot[plan.slots] = plan.counts
         held = state.num_scheduled[order]
         ends = plan.starts + plan.counts
         pairs = plan.counts.astype(np.int64) * (plan.starts + ends + 1) // 2
-        sequences = RunningSequences(order, slots.rows[order], slots.samples[order], held - by_slot[order])
+        sequences = RunningSequences(order, slots.rows[order], slots.samples[order], held)
         return {
             "used_blocks": blocks.num_used,
             "cached_blocks": blocks.num_cached,

@@ -168,7 +168,7 @@ def test_samples_share_the_prompt_and_go_on_as_if_they_were_alone(checkpoint):
         group.sequences[0].key = random_key(0, "row", sample.sample)
         engine.scheduler.add(group)
         while engine.scheduler.has_work:
-            engine._step()
+            engine._pipeline.step()
             engine.scheduler.check()
         alone = engine._completion(group.sequences[0])
         assert alone.token_ids == sample.token_ids
@@ -227,7 +227,7 @@ def test_a_bad_word_is_never_completed(checkpoint):
     group.sequences[0].bad_words = (banned,)
     engine.scheduler.add(group)
     while engine.scheduler.has_work:
-        engine._step()
+        engine._pipeline.step()
     ids = group.sequences[0].generated.tolist()
     assert len(ids) == 30
     assert all(tuple(ids[i : i + 3]) != banned for i in range(len(ids)))

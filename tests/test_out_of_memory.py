@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_groups import alone, beams, make, sampling, smallest_pool
 from tiny_models import random_sequences, tiny_checkpoint
 
-from pagedgen import Engine, EngineConfig, Request, SamplingParams, Status
+from pagedgen import Engine, EngineConfig, PagedgenError, Request, SamplingParams, Status
 from pagedgen.execution.failures import is_out_of_memory
 from pagedgen.request import BeamParams, FinishReason
 from pagedgen.scheduling import budget
@@ -243,6 +243,9 @@ def test_a_prompt_that_takes_longer_than_the_budget_stays_low_is_computed_all_th
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"), False),
         (ValueError("DefaultCPUAllocator"), False),
     ],
@@ -266,16 +269,16 @@ def make_engine(checkpoint, notes=None, **config):
 
 def limit(engine, monkeypatch, fails, error=torch.OutOfMemoryError):
     """Let the engine's steps of which `fails(plan)` fail after they have been executed; how many did, by tokens."""
-    execute, failed = engine.runner.execute, Counter()
+    launch, failed = engine.runner.launch, Counter()
 
     def limited(plan, state):
-        result = execute(plan, state)
+        result = launch(plan, state)
         if fails(plan):
             failed[plan.num_tokens] += 1
-            raise error("CUDA out of memory.")
+            raise error("CUDA out of memory." if error is torch.OutOfMemoryError else "something else")
         return result
 
-    monkeypatch.setattr(engine.runner, "execute", limited)
+    monkeypatch.setattr(engine.runner, "launch", limited)
     return failed
 
 
@@ -359,6 +362,31 @@ def test_other_errors_end_the_run_and_the_engine_stays_usable(checkpoint, monkey
     assert {key: value[:2] for key, value in found.items()} == {key: value[:2] for key, value in expected.items()}
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_device_that_fails_for_good_ends_the_run_in_a_sentence(checkpoint, monkeypatch, late):
+    engine = make_engine(checkpoint)
+    launch, steps = engine.runner.launch, iter(range(5))
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be late.")
+
+    def failing(plan, state):
+        result = launch(plan, state)
+        if next(steps, None) is not None:
+            return result
+        return fail if late else fail()
+
+    monkeypatch.setattr(engine.runner, "launch", failing)
+    with pytest.raises(PagedgenError) as caught:
+        list(engine.generate(mixed_requests()))
+    assert str(caught.value) == (
+        "the device failed (CUDA error: an illegal memory access was encountered); run the same command again to go on "
+        "with the rows that are left, with a lower --kv-memory or --max-batch-tokens if it was short of memory, and "
+        "with --no-cuda-graphs if it fails again"
+    )
+    assert not engine.scheduler.has_work
+
+
 def test_complete_yields_the_completions_of_a_request_together(checkpoint):
     engine = make_engine(checkpoint)
     requests = [*mixed_requests(), Request(99, "99", prompt="")]
@@ -385,14 +413,14 @@ DEVICES = [
 def test_an_allocation_that_really_fails_is_survived(checkpoint, monkeypatch, device):
     requests = mixed_requests()
     engine = make_engine(checkpoint, device=device)
-    execute = engine.runner.execute
+    launch = engine.runner.launch
 
     def greedy(plan, state):
         if plan.num_tokens > 40:
             torch.empty(1 << 50, dtype=torch.uint8, device=device)
-        return execute(plan, state)
+        return launch(plan, state)
 
-    monkeypatch.setattr(engine.runner, "execute", greedy)
+    monkeypatch.setattr(engine.runner, "launch", greedy)
     found = list(engine.generate(requests))
     assert len(found) == sum(2 if r.beam else r.params.n for r in requests)
     assert all(c.status is Status.OK for c in found)
@@ -401,16 +429,16 @@ def test_an_allocation_that_really_fails_is_survived(checkpoint, monkeypatch, de
 
 def test_what_the_failed_step_held_is_let_go_before_the_device_frees_memory(checkpoint, monkeypatch):
     engine = make_engine(checkpoint)
-    execute, held, freed = engine.runner.execute, [], []
+    launch, held, freed = engine.runner.launch, [], []
 
     def failing(plan, state):
         if held:
-            return execute(plan, state)
+            return launch(plan, state)
         tensor = torch.empty(100)
         held.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(engine.runner, "execute", failing)
+    monkeypatch.setattr(engine.runner, "launch", failing)
     monkeypatch.setattr(engine._pipeline, "_free_memory", lambda: freed.append(held[0]() is None))
     (completion,) = engine.generate([Request(0, "0", prompt="fox", params=SamplingParams(max_tokens=2))])
     assert completion.status is Status.OK

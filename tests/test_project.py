@@ -37,11 +37,12 @@ ALLOWED: dict[str, set[str]] = {
     "observer": {"values", "scheduling", "stats"},
     "simulation": {"values", "scheduling", "observer", "stats"},
     "quantizing": {"values", "execution", "models", "models.base", "text"},
+    "pipeline": {"values", "scheduling", "execution", "observer", "stats"},
     "engine": {
         "values",
         "admission",
         "quantizing",
-        "observer",
+        "pipeline",
         "scheduling",
         "execution",
         "models",

@@ -151,7 +151,7 @@ def test_greedy_rows_without_options_take_one_argmax_of_what_the_model_gave():
 
 def test_only_the_rows_with_penalties_or_biases_are_widened(monkeypatch):
     calls, edits = [], []
-    monkeypatch.setattr(sampler, "edit", lambda scores, *rest: edits.append((scores.dtype, scores.shape)))
+    monkeypatch.setattr(sampler, "penalise", lambda scores, *rest: edits.append((scores.dtype, scores.shape)))
     state = make_state(9, token_ids=[[1, 2]] * 9, presence_penalty=[0, 0, 0, 0, 1, 0, 0, 0, 0])
     logits = torch.randn(9, 40).bfloat16()
     sample(logits, state, biases={2: {3: 1.0}}, banned={7: (5,)}, kernels=counting(reference, calls))

@@ -14,7 +14,8 @@ from pagedgen.execution.kv_cache import KVCache
 class AttentionBackend:
     """Writes a layer's new keys and values into the cache and attends over the blocks.
 
-    name: what ran, for reports and tests: "cpp" or "torch". kernels: a module with the launchers of `reference`.
+    name: what ran, for reports and tests: "cpp", "triton" or "torch". kernels: a module with the launchers of
+        `reference`.
     note: why it is not the fastest one for the device, if so.
     """
 
@@ -79,11 +80,15 @@ class AttentionBackend:
 
 
 def choose_backend(device: torch.device) -> AttentionBackend:
-    """The C++ kernels on a CPU where they can be built, else plain torch."""
+    """The C++ kernels on a CPU where they can be built, the Triton kernels on a GPU, else plain torch."""
     if device.type == "cpu":
         from pagedgen_kernels import cpu
 
         if cpu.available():
             return AttentionBackend("cpp", cpu)
         return AttentionBackend("torch", reference, f"the C++ kernels are not used: {cpu.unavailable_reason()}")
-    return AttentionBackend("torch", reference)
+    from pagedgen_kernels import triton
+
+    if triton.available():
+        return AttentionBackend("triton", triton)
+    return AttentionBackend("torch", reference, f"the Triton kernels are not used: {triton.unavailable_reason()}")

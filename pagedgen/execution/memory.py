@@ -23,8 +23,8 @@ from pagedgen.step import SlotArrays, StepPlan
 from pagedgen.units import format_bytes
 
 # The activation peak is measured on this many tokens and scaled: activations grow in proportion to the tokens of a
-# step.
-PROBE_TOKENS = 256
+# step. A GPU computes the whole of a usual step at once.
+_PROBE_TOKENS = {"cpu": 256, "cuda": 8192}
 # Left alone, for the rest of the process and of the machine: a share of the total, and no less than this. A GPU is used
 # by nobody else as a rule; the graphs of decoding steps take some of it.
 _RESERVE_SHARES = {"cpu": 0.2, "cuda": 0.08}
@@ -182,7 +182,7 @@ def measure_activations(config: EngineConfig, model: Model, attention: Attention
     """Bytes that the largest step needs besides weights, KV and logits: the measured peak of a forward pass over random
     tokens, scaled to `max_batch_tokens`."""
     spec = model.spec
-    tokens = min(PROBE_TOKENS, config.max_batch_tokens, spec.max_position)
+    tokens = min(_PROBE_TOKENS[spec.device.type], config.max_batch_tokens, spec.max_position)
     state = SlotArrays(1, tokens, config.block_size)
     state.token_ids[0] = np.random.default_rng(0).integers(0, spec.vocab_size, tokens)
     state.num_tokens[0] = state.num_prompt[0] = tokens

@@ -146,7 +146,7 @@ def load_hf_model(
     from pagedgen.models.self_check import self_check
 
     register_attention()
-    module = _load_module(name, folder, dtype, own_code).to(device).eval().requires_grad_(False)
+    module = _load_module(name, folder, dtype, device, own_code).to(device).eval().requires_grad_(False)
     misfits = _ANYTHING if own_code else _MISFITS
     try:
         model = HookModel(name, module, dtype, device, quantize)
@@ -159,16 +159,18 @@ def load_hf_model(
     return model
 
 
-def _load_module(name: str, folder: Path, dtype: torch.dtype, own_code: bool) -> Any:
+def _load_module(name: str, folder: Path, dtype: torch.dtype, device: torch.device, own_code: bool) -> Any:
+    """The model on the device; on the CPU where `transformers` lacks what it takes to read it elsewhere."""
     import transformers
-    from transformers.utils import logging
+    from transformers.utils import is_accelerate_available, logging
 
     had_progress_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     damages = _ANYTHING if own_code else _DAMAGES
+    onto = {"device_map": {"": device}} if device.type != "cpu" and is_accelerate_available() else {}
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", trust_remote_code=own_code, use_safetensors=True
+            folder, dtype=dtype, attn_implementation="eager", trust_remote_code=own_code, use_safetensors=True, **onto
         )
     except damages as error:
         reason = " ".join(str(error).split())

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from pagedgen_kernels import reference
 from torch import nn
 from torch.nn import functional
+
+from pagedgen.execution.attention import choose_backend
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,7 +32,8 @@ def make_linear(
         packed: Linear = PackedLinear(weight, bias, gated)
         return packed
     plain = partial(functional.linear, weight=weight, bias=bias)
-    return (lambda x: reference.silu_mul(plain(x))) if gated else plain
+    kernels = choose_backend(weight.device).kernels
+    return (lambda x: kernels.silu_mul(plain(x))) if gated else plain
 
 
 class PackedModule(nn.Module):

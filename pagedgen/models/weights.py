@@ -42,13 +42,14 @@ class Checkpoint:
         self.tensors: Mapping[str, TensorInfo] = {
             name: info for file in _files(folder) for name, info in _read_header(file).items()
         }
-        self._open: dict[Path, Any] = {}
+        self._open: dict[tuple[Path, torch.device], Any] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
     def load(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """One tensor, converted. Raises PagedgenError when the checkpoint does not have it."""
+        """One tensor, read onto the device and converted there. Raises PagedgenError when the checkpoint does not have
+        it."""
         from safetensors import safe_open
 
         info = self.tensors.get(name)
@@ -57,10 +58,11 @@ class Checkpoint:
                 f"the checkpoint {self.folder} has no tensor {name!r}, which its config.json calls for; "
                 "check that it was downloaded or saved completely"
             )
-        if info.file not in self._open:
-            self._open[info.file] = safe_open(info.file, framework="pt", device="cpu")
-        tensor: torch.Tensor = self._open[info.file].get_tensor(name)
-        return tensor.to(device, dtype)
+        file = self._open.get((info.file, device))
+        if file is None:
+            file = self._open[info.file, device] = safe_open(info.file, framework="pt", device=str(device))
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor.to(dtype)
 
     def main_dtype(self) -> torch.dtype:
         """The float type that most of the parameters have."""

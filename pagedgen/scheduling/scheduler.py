@@ -128,8 +128,7 @@ class Scheduler:
         return self._retire(ended)
 
     def step_failed(self, plan: StepPlan) -> list[SequenceGroup]:
-        """Take back the only step in flight, which ran out of memory, in place of `update`, and make the next ones
-        smaller.
+        """Take back the only step in flight, which ran out of memory, and make the next ones smaller.
 
         All running groups wait again, in their order and before all others: that gives back the blocks of the step and
         forgets its copies, whether or not the device came to them, while what earlier steps computed stays in the
@@ -176,8 +175,7 @@ class Scheduler:
 
     def _make_room(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], bool] | None:
         """Preempt the last admitted groups until what the others need fits: the slots that stay, the tokens and blocks
-        each gets in this step, and whether any group was preempted. None where one would have to be whose tokens are
-        not all known."""
+        each gets in this step, and whether any group was preempted. None where steps in flight have to end first."""
         preempted = False
         while True:
             slots = self.running.order
