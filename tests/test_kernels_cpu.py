@@ -197,14 +197,14 @@ def test_norms_and_gate(dtype: torch.dtype, width: int, rows: int) -> None:
     close(normed, expected)
     assert torch.equal(total, expected_total)
     close(cpu.silu_mul(x), reference.silu_mul(x))
+    close(cpu.gelu_mul(x), reference.gelu_mul(x))
 
 
-def test_gate_at_extreme_values() -> None:
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gate_at_extreme_values(name: str) -> None:
     gate = torch.tensor([-200.0, -89.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, torch.nan, torch.inf])
-    close(
-        cpu.silu_mul(torch.cat((gate, torch.ones(10)))[None]),
-        reference.silu_mul(torch.cat((gate, torch.ones(10)))[None]),
-    )
+    rows = torch.cat((gate, torch.ones(10)))[None]
+    close(getattr(cpu, name)(rows), getattr(reference, name)(rows))
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -240,6 +240,7 @@ def fallbacks() -> dict[str, Callable[[], object]]:
         "rms_norm": lambda: cpu.rms_norm(x[0], x[0, 0], 1e-5),
         "add_rms_norm": lambda: cpu.add_rms_norm(x[0], x[1], x[0, 0], 1e-5),
         "silu_mul": lambda: cpu.silu_mul(x[0]),
+        "gelu_mul": lambda: cpu.gelu_mul(x[0]),
         "rotary_write_kv": lambda: cpu.rotary_write_kv(
             x, x, x, torch.ones(3, 8), torch.ones(3, 8), cache, cache, torch.arange(3)
         ),

@@ -1,10 +1,11 @@
 """C++ kernels for CPUs behind the launchers of `pagedgen_kernels.reference`, which they fall back to."""
 
-from ..reference import choose_tokens, gelu_mul, penalise, position_keys
+from ..reference import choose_tokens, penalise, position_keys
 from .launchers import (
     add_rms_norm,
     available,
     copy_blocks,
+    gelu_mul,
     greedy_argmax,
     gumbel_argmax,
     gumbel_noise,

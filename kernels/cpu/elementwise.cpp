@@ -101,8 +101,10 @@ PAGEDGEN_EXPORT void pg_rms_norm(int type, const void* x, int64_t x_stride, cons
   });
 }
 
-PAGEDGEN_EXPORT void pg_silu_mul(int type, const void* gate_up, int64_t stride, void* out, int64_t rows, int width,
-                                 int threads) {
+// The gate is silu, or gelu in its approximation by tanh: g * (1 + tanh(u)) / 2 = g / (1 + exp(-2u)).
+PAGEDGEN_EXPORT void pg_gate_mul(int type, int is_gelu, const void* gate_up, int64_t stride, void* out, int64_t rows,
+                                 int width, int threads) {
+  constexpr float TWICE_ROOT_2_OVER_PI = 1.5957691216f, CUBIC = 0.044715f;
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
     parallel_for(rows, grain_rows(width), threads, [&](int64_t begin, int64_t end) {
@@ -112,7 +114,8 @@ PAGEDGEN_EXPORT void pg_silu_mul(int type, const void* gate_up, int64_t stride, 
         for (int i = 0; i < width; i += VL) {
           const int n = std::min(VL, width - i);
           const vf g = load_part(gate + i, n);
-          store_part(target + i, g / (1.f + exp(-g)) * load_part(gate + width + i, n), n);
+          const vf power = is_gelu ? TWICE_ROOT_2_OVER_PI * g * (1.f + CUBIC * g * g) : g;
+          store_part(target + i, g / (1.f + exp(-power)) * load_part(gate + width + i, n), n);
         }
       }
     });

@@ -242,12 +242,20 @@ def _norm(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     library = _library_for(gate_up)
-    if library is None:
-        return reference.silu_mul(gate_up)
+    return reference.silu_mul(gate_up) if library is None else _gate_mul(library, gate_up, False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    library = _library_for(gate_up)
+    return reference.gelu_mul(gate_up) if library is None else _gate_mul(library, gate_up, True)
+
+
+def _gate_mul(library: Library, gate_up: Tensor, is_gelu: bool) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    library.silu_mul(
+    library.gate_mul(
         TYPES[gate_up.dtype],
+        is_gelu,
         gate_up.data_ptr(),
         gate_up.stride(0),
         out.data_ptr(),

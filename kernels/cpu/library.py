@@ -121,7 +121,7 @@ class Library:
         self.quantize_rows = self._function(
             "pg_quantize_rows", c_int, pointer, size, pointer, pointer, size, c_int, c_int
         )
-        self.silu_mul = self._function("pg_silu_mul", c_int, pointer, size, pointer, size, c_int, c_int)
+        self.gate_mul = self._function("pg_gate_mul", c_int, c_int, pointer, size, pointer, size, c_int, c_int)
         self.rotary_write_kv = self._function("pg_rotary_write_kv", ctypes.POINTER(RotaryArgs))
         self.gemm = self._function("pg_gemm", ctypes.POINTER(GemmArgs))
         self.pack_panels = self._function("pg_pack_panels", pointer, size, size, c_int, pointer, c_int)

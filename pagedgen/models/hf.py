@@ -18,6 +18,7 @@ from pagedgen.execution.batch import ForwardBatch
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.models.base import ModelSpec
 from pagedgen.models.falcon import CallAsCache, adapt_falcon
+from pagedgen.models.gated import fuse_gated
 from pagedgen.models.hook import ATTENTION_NAME, AttentionCall, PagedCall, Probe, UnusableModel, register_attention
 from pagedgen.models.linear import pack_linears
 from pagedgen.models.long_rope import fold_lengths, follow_lengths
@@ -41,10 +42,10 @@ class HookModel:
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         if self._is_falcon:
             adapt_falcon(module)
-        weight_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        weight_bytes = 0 if device.type == "meta" else fuse_gated(module, quantize)
         if device.type == "cpu":
-            packed = pack_linears(module, quantize)
-            weight_bytes = packed + sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+            weight_bytes += pack_linears(module, quantize)
+        weight_bytes += sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
         self._folds_lengths = follow_lengths(module)
         self._set_attention(ATTENTION_NAME)
         probe, vocab_size = self._probe(device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,13 +71,12 @@ def pack_linears(model: nn.Module, quantize: bool = False) -> int:
     from transformers.pytorch_utils import Conv1D
 
     packed_bytes = 0
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            weight = module.weight.detach()
-        elif type(module) is Conv1D:  # gpt2's layer: the same product with the weight stored as [in, out]
-            weight = module.weight.detach().T.contiguous()
-        else:
-            continue
+    # Names, because a list of the modules would keep their weights.
+    for name in [name for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)]:
+        module: Any = model.get_submodule(name)
+        weight = module.weight.detach()
+        if type(module) is Conv1D:  # gpt2's layer: the same product with the weight stored as [in, out]
+            weight = weight.T.contiguous()
         bias = None if module.bias is None else module.bias.detach()
         in_eight_bits = quantize and module is not model.get_output_embeddings()  # type: ignore[operator]
         packed_bytes += linear_bytes(weight, bias, in_eight_bits)
