@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,9 +111,11 @@ class DecodeGraphs:
         if not self._usable:
             return None
         captured = self._steps[size]
-        rows = np.full(size, self._state.nobody, np.int64)
-        rows[: len(slots)] = slots
-        captured.step.rows.copy_(to_device(rows, self._state.device))
+        if captured.slots is None or not np.array_equal(captured.slots, slots):  # which they are in most steps
+            rows = np.full(size, self._state.nobody, np.int64)
+            rows[: len(slots)] = slots
+            captured.step.rows.copy_(to_device(rows, self._state.device))
+            captured.slots = slots
         return LoadedStep(captured, len(slots))
 
     def _add(self, size: int) -> None:
@@ -129,12 +130,14 @@ class DecodeGraphs:
             self._on_note(f"decoding steps run without CUDA graphs, because they could not be captured: {reason}")
 
 
-class _Captured(NamedTuple):
-    """A step, and what has the device do its two parts."""
+@dataclass(slots=True)
+class _Captured:
+    """A step, what has the device do its two parts, and whose rows it has."""
 
     step: DecodeStep
     forward: Callable[[], None]
     choose: Callable[[], None]
+    slots: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
