@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import PagedCase, make_case
 from pagedgen_kernels import reference
-from pagedgen_kernels.triton import attention, launch
-from triton_interpreter import DEVICE
+from pagedgen_kernels.triton import attention, attention_prefill, launch
+from triton_interpreter import DEVICE, INTERPRETED, last_program_first
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # One rounding of the output, and in half precision one of each weight before it meets the values.
@@ -103,6 +104,15 @@ def test_values_of_other_size_than_keys() -> None:
     check(make_case([(1, 70)], 4, 2, 64, 200, 16, dtype=BF16))
 
 
+def test_programs_write_to_places_of_their_own() -> None:
+    """Sequences without queries, and programs with a part of their rows unused, among the others."""
+    for lengths in ([(0, 20), (1, 90), (45, 90), (0, 5), (30, 30), (1, 20)], [(0, 9), (1, 90), (2, 8)]):
+        case = on_device(case_of(lengths, 3, 32, 16))
+        out = case.run(attention)
+        with last_program_first():
+            assert torch.equal(case.run(attention), out)
+
+
 @pytest.mark.parametrize("lengths", [[(1, 40), (1, 90)], [(1, 40), (30, 90)]])
 def test_integers_of_either_width(lengths: list[tuple[int, int]]) -> None:
     case = case_of(lengths, 3, 32, 16)
@@ -150,6 +160,13 @@ test_many_random_shapes = pytest.mark.slow(settings(max_examples=400, deadline=N
 def test_sequences_without_queries(lengths: list[tuple[int, int]]) -> None:
     """As many tokens as sequences, or not; never one query each."""
     check(case_of(lengths, 3, 32, 8))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what is compiled keeps the constant")
+def test_more_sequences_than_are_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_prefill, "SEARCHED_AT_ONCE", tl.constexpr(4))
+    for lengths in ([(1, 9)] * 8 + [(50, 50), (2, 3)], [(1, 9)] * 5 + [(0, 3), (2, 5)]):
+        check(case_of(lengths, 3, 32, 8))
 
 
 @pytest.mark.parametrize("padding", ["tokens", "sequences"])

@@ -9,6 +9,8 @@ same tests on a GPU. A test module begins with
 and makes its tensors on DEVICE. The launchers take tensors there as they take those of a GPU; cut the fallback to
 `reference` off (as tests/test_kernels_cpu.py does) to be sure that the kernel is what ran.
 
+`last_program_first` shows what the interpreter's one order of programs would hide.
+
 Importing this module replaces some of the interpreter's functions, for the whole process. numpy has no bfloat16, so
 the interpreter keeps its bits in uint16; found wrong in triton 3.6 and 3.9, by reading and by tests/
 test_triton_interpreter.py, and right with this module:
@@ -28,7 +30,8 @@ call, and loops over ranges work in triton 3.6 with numpy 2.4.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -157,6 +160,21 @@ def _lang_tensor(function: Callable[..., None]) -> Callable[..., None]:
 
 def _bf16_constant(self: InterpreterBuilder, value: float) -> TensorHandle:
     return TensorHandle(narrowed(np.array([value], np.float32)), tl.bfloat16)
+
+
+@contextmanager
+def last_program_first() -> Iterator[None]:
+    """Programs of a launch run in reverse order inside: two that write to one place give another result then."""
+    forward = InterpreterBuilder.set_grid_idx
+
+    def backward(self: InterpreterBuilder, *index: int) -> None:
+        forward(self, *(size - 1 - i for size, i in zip(self.grid_dim, index, strict=True)))
+
+    InterpreterBuilder.set_grid_idx = backward
+    try:
+        yield
+    finally:
+        InterpreterBuilder.set_grid_idx = forward
 
 
 def _patch() -> None:

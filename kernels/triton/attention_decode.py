@@ -73,7 +73,7 @@ def decode_kernel(
         first += split * size
         if first >= end:
             return
-        end = tl.minimum(first + size, end)
+        end = first + size
     stop = tl.minimum(end * TILE, seen)
 
     rows = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)

@@ -11,8 +11,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def find_sequence(query_start, token, num_sequences):
-    """The sequence that a token's query belongs to: the last one that starts no later."""
+def find_sequence(query_start, num_sequences, token):
+    """The sequence of a token: the last one that starts no later."""
     low = 0
     high = num_sequences - 1
     while low < high:
@@ -37,7 +37,7 @@ def locate(index, query_start, context_lens, num_sequences, MIXED: tl.constexpr)
     else:
         seen = context
         if (begin != index) | (end != index + 1):  # a sequence with no query or several comes before
-            sequence = find_sequence(query_start, token, num_sequences)
+            sequence = find_sequence(query_start, num_sequences, token)
             end = tl.load(query_start + sequence + 1).to(tl.int32)
             seen = tl.load(context_lens + sequence).to(tl.int32) - (end - token) + 1
             seen = tl.where(token < end, seen, 0)

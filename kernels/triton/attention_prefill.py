@@ -11,24 +11,22 @@ import triton.language as tl
 
 from .attention_pieces import load_blocks, load_rows, load_tile, normalized, scaled, with_sinks
 
+SEARCHED_AT_ONCE = tl.constexpr(512)  # sequences
 UNSPECIALIZED = ["table_stride", "num_sequences"]
 UNALIGNED = ["block_tables", "context_lens", "query_start", "sinks"]
 
 
 @triton.jit
-def find_queries(program, query_start, num_sequences, QUERIES: tl.constexpr):
-    """(sequence, its first token, how many it has, the first query of this program)."""
-    low = 0
-    high = num_sequences - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start + middle).to(tl.int32) // QUERIES + middle <= program:
-            low = middle
-        else:
-            high = middle - 1
-    begin = tl.load(query_start + low).to(tl.int32)
-    count = tl.load(query_start + low + 1).to(tl.int32) - begin
-    return low, begin, count, (program - begin // QUERIES - low) * QUERIES
+def find_sequence(query_start, num_sequences, program, QUERIES: tl.constexpr):
+    """The sequence that a program works for. Counts those whose first program is no later: a binary search, where each
+    load waits for the one before, takes too long when most programs have nothing else to do."""
+    count = 0
+    for begin in range(0, num_sequences, SEARCHED_AT_ONCE):
+        sequence = begin + tl.arange(0, SEARCHED_AT_ONCE)
+        known = sequence < num_sequences
+        start = tl.load(query_start + sequence, mask=known, other=0).to(tl.int32)
+        count += tl.sum((known & (start // QUERIES + sequence <= program)).to(tl.int32), 0)
+    return count - 1
 
 
 @triton.jit
@@ -119,9 +117,15 @@ def prefill_kernel(
     """Skips sequences of one query. Grid: ((T // QUERIES + sequences) * KV_HEADS * the parts of a group of more than
     ROWS heads,)."""
     PARTS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-    kv_head = tl.program_id(0) // PARTS % KV_HEADS
-    program = tl.program_id(0) // (PARTS * KV_HEADS)
-    sequence, begin, count, first = find_queries(program, query_start, num_sequences, QUERIES)
+    # Last ones first: new prompts are at the end of a batch, and the end of a prompt sees the most keys.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = program // PARTS % KV_HEADS
+    part = program % PARTS
+    program = program // (PARTS * KV_HEADS)
+    sequence = find_sequence(query_start, num_sequences, program, QUERIES)
+    begin = tl.load(query_start + sequence).to(tl.int32)
+    count = tl.load(query_start + sequence + 1).to(tl.int32) - begin
+    first = (program - begin // QUERIES - sequence) * QUERIES
     if (first >= count) | (count == 1):
         return
     before = tl.load(context_lens + sequence).to(tl.int32) - count
@@ -130,7 +134,7 @@ def prefill_kernel(
         queries, members = first + rows // GROUP, rows % GROUP
         used = (rows < QUERIES * GROUP) & (queries < count)
     else:
-        queries, members = first + rows * 0, tl.program_id(0) % PARTS * ROWS + rows
+        queries, members = first + rows * 0, part * ROWS + rows
         used = members < GROUP
     heads = kv_head * GROUP + members
     tokens = (begin + queries).to(tl.int64)
