@@ -113,6 +113,23 @@ def test_programs_write_to_places_of_their_own() -> None:
             assert torch.equal(case.run(attention), out)
 
 
+def test_a_sequence_computes_the_same_in_any_batch(one_multiprocessor: None) -> None:
+    """As long as its context is not split otherwise: alone, beside others, beside prompts, and where it is one itself."""
+    case = on_device(case_of([(1, 300), (30, 90), (1, 130), (50, 60)], 3, 64, 16, dtype=BF16))
+    out, starts = case.run(attention), [0, 1, 31, 32, 82]
+    for chosen in ([0], [2], [1], [0, 2], [0, 3]):
+        counts = torch.tensor([0, *(starts[s + 1] - starts[s] for s in chosen)])
+        rows = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in chosen])
+        part = replace(
+            case,
+            query=case.query[rows],
+            block_tables=case.block_tables[chosen],
+            context_lens=case.context_lens[chosen],
+            query_start=counts.cumsum(0).to(DEVICE, torch.int32),
+        )
+        assert torch.equal(part.run(attention), out[rows])
+
+
 @pytest.mark.parametrize("lengths", [[(1, 40), (1, 90)], [(1, 40), (30, 90)]])
 def test_integers_of_either_width(lengths: list[tuple[int, int]]) -> None:
     case = case_of(lengths, 3, 32, 16)
