@@ -114,7 +114,7 @@ def test_programs_write_to_places_of_their_own() -> None:
 
 
 def test_a_sequence_computes_the_same_in_any_batch(one_multiprocessor: None) -> None:
-    """As long as its context is not split otherwise: alone, beside others, beside prompts, and where it is one itself."""
+    """Alone, beside others, beside prompts, and where it is one itself, as long as its context is not split."""
     case = on_device(case_of([(1, 300), (30, 90), (1, 130), (50, 60)], 3, 64, 16, dtype=BF16))
     out, starts = case.run(attention), [0, 1, 31, 32, 82]
     for chosen in ([0], [2], [1], [0, 2], [0, 3]):
