@@ -20,10 +20,8 @@ from .configs import DecodeConfig, decode_config, prefill_config
 Tensor = torch.Tensor
 
 LARGEST_HEAD = 256
-FEWEST_ROWS, MOST_ROWS = (
-    16,
-    64,
-)  # of the decode kernel's matrix products: what tensor cores take, and what registers hold
+# Rows of the decode kernel's matrix products: what tensor cores take at least, and what registers hold at most.
+FEWEST_ROWS, MOST_ROWS = 16, 64
 MERGED_AT_ONCE = 16  # splits of a context whose results are read at a time
 INTEGERS = (torch.int32, torch.int64)
 

@@ -168,7 +168,12 @@ class CudaCapture:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         run()  # compiles kernels and sets libraries up, which a capture does not allow
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            run()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                run()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream the current one
+            torch.cuda.synchronize()
+            raise
         return graph.replay
