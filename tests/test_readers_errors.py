@@ -36,7 +36,7 @@ def test_wrong_path_suggests_what_is_there(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"\n \n\r\n", "has no rows"),
-        ("a.jsonl.gz", gzip.compress(b""), "has no rows"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "has no rows"),
         ("a.json", b"[]", "has no rows"),
         ("a.csv", b"prompt\n", "has no rows"),
         ("a.csv", b"\n", "has no rows"),
@@ -106,7 +106,7 @@ def arrow_file() -> bytes:
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("a.jsonl.zst", zstandard.compress(LINES)),
         ("a.arrow", arrow_file()),
         ("a.json", b"[" + LINES.strip().replace(b"\n", b",") + b"]"),
