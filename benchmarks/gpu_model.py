@@ -1,6 +1,7 @@
 """Models of random weights for the GPU benchmark, made on the device, and engines that run them."""
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,8 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.gpu_parts import Setting
+from benchmarks.gpu_parts import Figures, Setting
 from pagedgen import Engine, EngineConfig
+from pagedgen.execution.failures import free_unused_memory
 from pagedgen.models.llama import LlamaModel
 from pagedgen.models.loader import LoadedModel
 from pagedgen.models.source import resolve_model
@@ -104,6 +106,14 @@ def engine_of(model: LlamaModel, config: Any, tokenizer: Path, settings: EngineC
     loaded = LoadedModel(model, str(tokenizer), {}, config)
     with patch("pagedgen.engine.load_model", lambda _: loaded):
         return Engine(settings, **hooks)
+
+
+def freeing(device: torch.device, run: Callable[[], Figures]) -> Figures:
+    """What `run` gives; the memory that it took of the device is given back afterwards."""
+    try:
+        return run()
+    finally:
+        free_unused_memory(device)
 
 
 def byte_tokenizer(folder: Path) -> Path:
