@@ -11,7 +11,7 @@ from pagedgen_kernels import reference
 
 from benchmarks.gpu_kernel_work import LLAMA_1B, LLAMA_8B, Heads, Tensor
 from benchmarks.gpu_kernels import TOLERANCES, distance, kernels_for
-from benchmarks.gpu_parts import Figures, Setting
+from benchmarks.gpu_parts import Figures, Setting, described
 from benchmarks.gpu_timing import Call, time_calls
 
 DTYPE = torch.bfloat16
@@ -116,8 +116,8 @@ class Attention(NamedTuple):
                 calls = make()
                 calls[0]()
                 timing = time_calls(calls, self.pool.device)
-            except (RuntimeError, TypeError, ValueError, ImportError, NotImplementedError) as error:
-                refused.append(f"{name}: {str(error).strip()[:150]}")
+            except Exception as error:  # whatever it is, what we took ourselves is known
+                refused.append(f"{name}: {described(error)['error'][:150]}")
                 continue
             return {"peer": name, "peer_seconds": timing.seconds, "refused": refused}
         return {"peer": "none", "refused": refused}

@@ -1,7 +1,6 @@
 """What the machine is, and what it does at best: copies and reads of memory, and a matrix product in bfloat16."""
 
 import importlib.metadata
-import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ def cases(setting: Setting) -> list[Case]:
         Case("packages", packages),
         Case("processor", describe_machine),
         Case("device", lambda: describe_device(device)),
+        Case("driver", describe_driver),
         Case("copy", lambda: copy_rate(device, size)),
         Case("read", lambda: read_rate(device, size)),
         Case("matmul", lambda: product_rate(device, TINY_PRODUCT if setting.tiny else PRODUCT)),
@@ -53,11 +53,10 @@ def describe_device(device: torch.device) -> Figures:
         "cache_bytes": getattr(properties, "L2_cache_size", 0),
         "memory_bytes": total,
         "free_bytes": free,
-        **_driver(),
     }
 
 
-def _driver() -> Figures:
+def describe_driver() -> Figures:
     """What nvidia-smi says, where it is there."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -65,8 +64,7 @@ def _driver() -> Figures:
     command = [program, f"--query-gpu={QUERY}", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     values = done.stdout.strip().split("\n")[0].split(", ")
-    names = QUERY.split(",")
-    return {"driver": dict(zip(names, values, strict=True)) if len(names) == len(values) else json.dumps(values)}
+    return dict(zip(QUERY.split(","), values, strict=False)) | {"exit_code": done.returncode}
 
 
 def copy_rate(device: torch.device, size: int) -> Figures:

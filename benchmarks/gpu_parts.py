@@ -4,7 +4,7 @@ A case that raises costs itself alone. One that leaves the device unusable costs
 DEVICE_FAILED, so that another can go on with the next case. What a case found is in a file of JSON lines as soon as it
 has ended, and its name before it begins: whatever happens to the process, the file says how far it came.
 
-    python -m benchmarks.gpu_parts PART SETTING --lines FILE --first N --seconds S
+    python -m benchmarks.gpu_parts PART SETTING --lines FILE --first N --every N --seconds S
 """
 
 import argparse
@@ -70,12 +70,13 @@ class Module(Protocol):
 @dataclass(frozen=True)
 class Part:
     """module: a Module. seconds: the most that the part may take, the start of its processes included. case_seconds:
-    the most that one case may take."""
+    the most that one case may take. processes: how many run its cases side by side, as compiling takes longest."""
 
     name: str
     module: str
     seconds: float
     case_seconds: float
+    processes: int = 1
 
     def load(self) -> Module:
         loaded: Any = importlib.import_module(self.module)
@@ -87,7 +88,7 @@ PARTS = {
     part.name: part
     for part in (
         Part("machine", "benchmarks.gpu_machine", 60, 40),
-        Part("kernels", "benchmarks.gpu_kernels", 170, 40),
+        Part("kernels", "benchmarks.gpu_kernels", 150, 40, processes=4),
         Part("same_tokens", "benchmarks.gpu_tokens", 110, 80),
         Part("engine", "benchmarks.gpu_run", 60, 50),
         Part("decode_step", "benchmarks.gpu_step", 100, 50),
@@ -98,8 +99,8 @@ PARTS = {
 }
 
 
-def run_cases(cases: Sequence[Case], first: int, lines: Path, seconds: float, device_works: Callable[[], bool]) -> int:
-    """Run the cases from `first` on, and begin none after so many seconds; the exit code of the process.
+def run_cases(cases: Sequence[tuple[int, Case]], lines: Path, seconds: float, device_works: Callable[[], bool]) -> int:
+    """Run the cases, each with its index, and begin none after so many seconds; the exit code of the process.
 
     device_works: asked after a case that failed."""
     end = time.monotonic() + seconds
@@ -109,7 +110,7 @@ def run_cases(cases: Sequence[Case], first: int, lines: Path, seconds: float, de
             file.write(json.dumps({"index": index, "case": name, **plain(figures)}) + "\n")
             file.flush()
 
-        for index, case in list(enumerate(cases))[first:]:
+        for index, case in cases:
             if time.monotonic() > end:
                 write(index, case.name, {"error": "left out: the part's time was over"})
                 continue
@@ -176,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("setting", help="a Setting as JSON")
     parser.add_argument("--lines", type=Path, required=True, help="the file to append to")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case to run")
+    parser.add_argument("--first", type=int, default=0, help="the index of the first case to run")
+    parser.add_argument("--every", type=int, default=1, help="of the cases, run one in so many")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than this")
     parsed = parser.parse_args(arguments)
     prepare_process()  # before torch is loaded
@@ -184,9 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cases = PARTS[parsed.part].load().cases(setting)
     except Exception as error:  # a part that cannot even be imported says so where its cases would be
-        parsed.lines.write_text(json.dumps({"index": 0, "case": parsed.part, **described(error)}) + "\n", "utf-8")
+        line = {"index": parsed.first, "case": "start", **described(error)}
+        parsed.lines.write_text(json.dumps(line) + "\n", "utf-8")
         return 0
-    return run_cases(cases, parsed.first, parsed.lines, parsed.seconds, lambda: device_works(setting))
+    chosen = list(enumerate(cases))[parsed.first :: parsed.every]
+    return run_cases(chosen, parsed.lines, parsed.seconds, lambda: device_works(setting))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ graphs, and with and without planning a step while the last one runs.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +23,34 @@ from pagedgen import Engine, EngineConfig, Request, SamplingParams
 from pagedgen.models.llama import LlamaModel
 from pagedgen.stats.types import StepSample
 
-SEQUENCES, CONTEXT, BATCH_TOKENS = 256, 1024, 16384
-TINY_SEQUENCES, TINY_CONTEXT, TINY_BATCH_TOKENS = 4, 64, 128
-# Steps in which all sequences decode: before anything counts, timed, and in the trace; the first of these are left out
-# of it, as the profiler starts in them, and some are run after it.
-WARM, TIMED, TRACED, UNSETTLED, AFTER = 16, 48, 24, 4, 4
+
+class Steps(NamedTuple):
+    """Steps in which all sequences decode: before anything counts, timed, and in the trace; the first of these are left
+    out of it, as the profiler starts in them; and after it."""
+
+    warm: int = 16
+    timed: int = 48
+    traced: int = 24
+    unsettled: int = 4
+    after: int = 4
+
+    @property
+    def before_trace(self) -> int:
+        return self.warm + self.timed
+
+    @property
+    def settled(self) -> int:
+        return self.traced - self.unsettled
+
+
+class Size(NamedTuple):
+    sequences: int
+    context: int
+    batch_tokens: int
+
+
+FULL, TINY = Size(256, 1024, 16384), Size(4, 32, 64)
+TINY_STEPS = Steps(2, 4, 6, 2, 2)
 TARGET_RATIO, TARGET_GAP_US = 1.6, 50.0
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -44,10 +67,8 @@ class Bench:
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.device = setting, torch.device(setting.device)
-        sizes = (
-            (TINY_SEQUENCES, TINY_CONTEXT, TINY_BATCH_TOKENS) if setting.tiny else (SEQUENCES, CONTEXT, BATCH_TOKENS)
-        )
-        self.sequences, self.context, self.batch_tokens = sizes
+        self.sequences, self.context, self.batch_tokens = TINY if setting.tiny else FULL
+        self.steps = TINY_STEPS if setting.tiny else Steps()
         self.dtype = torch.float32 if setting.tiny else torch.bfloat16
 
     @cached_property
@@ -56,24 +77,25 @@ class Bench:
 
     @cached_property
     def model(self) -> LlamaModel:
-        warm_up(self.device)
+        with suppress(Exception):  # without a profiler there are still the times
+            warm_up(self.device)
         return random_model(self.config, self.dtype, self.device)
-
-    @property
-    def steps(self) -> int:
-        """In which all sequences decode."""
-        return WARM + TIMED + TRACED + AFTER
 
     @property
     def prompt(self) -> int:
         """Tokens of each prompt: in the middle of the timed steps the context is as long as it is to be."""
-        return max(1, self.context - WARM - TIMED // 2)
+        return self.context - self.steps.warm - self.steps.timed // 2
+
+    @property
+    def output(self) -> int:
+        """Tokens of each completion. Some sequences decode while others' prompts are computed: one token more for each
+        step of prompts."""
+        wanted = self.steps.before_trace + self.steps.traced + self.steps.after
+        return wanted + 2 + -(-self.sequences * self.prompt // (self.batch_tokens - self.sequences))
 
     def engine(self, settings: dict[str, Any], on_step: Callable[[StepSample], None]) -> Engine:
         layers = self.model.spec.layers
         token_bytes = sum(x.num_kv_heads * (x.key_dim + x.value_dim) for x in layers) * self.dtype.itemsize
-        # Some sequences decode while others' prompts are computed: for them, one step for each batch of prompts more.
-        self.output = self.steps + 2 + -(-self.sequences * self.prompt // (self.batch_tokens - self.sequences))
         longest = self.prompt + self.output
         config = EngineConfig(
             device=self.setting.device,  # type: ignore[arg-type]
@@ -102,11 +124,12 @@ def cases(setting: Setting) -> list[Case]:
 class Watch:
     """Takes the steps in which all sequences decode, and has a trace of the later ones made."""
 
-    def __init__(self, device: torch.device, sequences: int) -> None:
-        self._trace, self._sequences = Trace(device), sequences
+    def __init__(self, bench: Bench) -> None:
+        self._device, self._steps, self._sequences = bench.device, bench.steps, bench.sequences
         self.samples: list[StepSample] = []
         self.launches: list[float] = []
-        self._launched, self._tracing = 0.0, False
+        self._launched = 0.0
+        self._trace: Trace | None = None  # while it is being made
         self.traced: Figures = {}
 
     def time_launches(self, engine: Engine) -> None:
@@ -128,25 +151,27 @@ class Watch:
         self.samples.append(sample)
         self.launches.append(self._launched)
         with self._noting():
-            if len(self.samples) == WARM + TIMED:
+            if len(self.samples) == self._steps.before_trace:
+                self._trace = Trace(self._device)
                 self._trace.start()
-                self._tracing = True
-            elif len(self.samples) == WARM + TIMED + TRACED:
+            elif len(self.samples) == self._steps.before_trace + self._steps.traced:
                 self._take_trace()
 
     def end(self) -> None:
         """To be called after the last step: a trace that is still being made ends with an error."""
-        if self._tracing:
+        if self._trace is not None:
             with self._noting():
                 self._take_trace()
             self.traced["trace_error"] = "the sequences ended before the trace did"
 
     def _take_trace(self) -> None:
-        self._tracing = False
-        spans = self._trace.stop()
+        trace, self._trace = self._trace, None
+        if trace is None:  # it could not be started
+            return
+        spans = trace.stop()
         begin, end = (spans[0].start, spans[-1].end) if spans else (0.0, 0.0)
-        settled = [s for s in spans if s.start >= begin + (end - begin) * UNSETTLED / TRACED]
-        steps = TRACED - UNSETTLED
+        unsettled = (end - begin) * self._steps.unsettled / self._steps.traced
+        settled, steps = [span for span in spans if span.start >= begin + unsettled], self._steps.settled
         of_names = by_name(settled, steps)
         self.traced = {**gaps(settled, steps), "kernels_a_step": len(settled) / steps, "by_name": of_names}
 
@@ -162,7 +187,7 @@ class Watch:
 def measure(bench: Bench, settings: dict[str, Any]) -> Figures:
     """step_ms: the median of a step, all sequences decoding. floor_ms: one read of the weights and of the keys and
     values at the rate at which the device reads. host_ms: planning, launching and entering a step."""
-    watch = Watch(bench.device, bench.sequences)
+    watch = Watch(bench)
     started = time.perf_counter()
     engine = bench.engine(settings, watch.on_step)
     notes: list[str] = []
@@ -183,7 +208,8 @@ def measure(bench: Bench, settings: dict[str, Any]) -> Figures:
 
 
 def times(bench: Bench, engine: Engine, watch: Watch) -> Figures:
-    samples, launches = watch.samples[WARM : WARM + TIMED], watch.launches[WARM : WARM + TIMED]
+    timed = slice(bench.steps.warm, bench.steps.before_trace)
+    samples, launches = watch.samples[timed], watch.launches[timed]
     if not samples:
         return {"error": "all sequences never decoded in one step"}
     lasted = [1e3 * (sample.end - sample.start) for sample in samples]

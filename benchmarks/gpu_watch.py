@@ -5,22 +5,27 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from benchmarks.gpu_parts import Figures
 
-POLL_SECONDS = 0.5
-LEAST_SECONDS = 10.0  # with less left, no process is started for the cases that are
+POLL_SECONDS = 0.25
+LEAST_SECONDS = 10.0  # with less left, no process is started for the cases that are left
 MOST_STARTS = 8
+
+# Given the index of the first case to run and the seconds that there are: what runs that case and every N-th after it.
+Command = Callable[[int, float], Sequence[str]]
 
 
 @dataclass
 class Watched:
-    """found: the figures of a part's cases so far, by their index. begun, name: the case that is under way.
-    taken: how many characters of the file are in them."""
+    """What a process has written. found: the figures of its cases so far, by their index. begun, name: the case that is
+    under way. taken: how many characters of the file are in them."""
 
     lines: Path
     found: dict[int, Figures] = field(default_factory=dict)
@@ -28,62 +33,93 @@ class Watched:
     name: str = ""
     taken: int = 0
 
-    def read(self) -> None:
-        """Take in what the process has written; a line that is not complete yet is left for later."""
+    def read(self) -> bool:
+        """Take in what is new, but for a line that is not complete yet; whether there was anything."""
         text = self.lines.read_text("utf-8") if self.lines.exists() else ""
-        for line in text[self.taken : text.rfind("\n") + 1].splitlines():
+        end = text.rfind("\n") + 1
+        new = text[self.taken : end].splitlines()
+        for line in new:
             figures = json.loads(line)
             index = figures.pop("index")
             if figures.pop("begun", False):
                 self.begun, self.name = index, figures["case"]
             else:
-                self.found[index] = figures
-                self.begun = None
-        self.taken = text.rfind("\n") + 1
+                self.found[index], self.begun = figures, None
+        self.taken = max(end, self.taken)
+        return bool(new)
 
-    def lost(self, reason: str) -> int:
-        """The case under way is lost; the index of the next one."""
+    def lose(self, reason: str) -> None:
+        """The case under way, if there is one, has failed."""
         if self.begun is not None:
             self.found[self.begun] = {"case": self.name, "error": reason}
             self.begun = None
-        return max(self.found, default=-1) + 1
 
-    @property
-    def cases(self) -> list[Figures]:
-        return [self.found[index] for index in sorted(self.found)]
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: of all cases. case_seconds: of each."""
+
+    seconds: float
+    case_seconds: float
 
 
 def watch(
-    command: Callable[[int, float], Sequence[str]],
-    lines: Path,
-    *,
-    seconds: float,
-    case_seconds: float,
+    commands: Sequence[tuple[Command, Path]],
+    limits: Limits,
     on_progress: Callable[[list[Figures]], None],
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Figures]:
-    """Run a part to its end, or for `seconds`; the figures of its cases, in order.
+    """Run a part to its end, or as long as it may take; the figures of its cases, in order.
 
-    command: what runs the cases from an index on, for so many seconds. lines: the file that it writes. on_progress: is
-    given the figures whenever there are new ones. environment: of the processes.
+    commands: of the processes that run side by side, each with the file that it writes; the first one runs case 0 and
+    every N-th after it, and so on. on_progress: is given the figures whenever there are new ones. environment: of the
+    processes.
     """
-    end = time.monotonic() + seconds
-    watched, first, reason = Watched(lines), 0, ""
+    all_watched = [Watched(lines) for _, lines in commands]
+    lock = Lock()
+
+    def figures() -> list[Figures]:
+        found = {index: value for watched in all_watched for index, value in list(watched.found.items())}
+        return [found[index] for index in sorted(found)]
+
+    def progress() -> None:
+        with lock:
+            on_progress(figures())
+
+    def run(number: int) -> None:
+        _run(commands[number][0], all_watched[number], number, len(commands), limits, progress, environment)
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(run, range(len(commands))))
+    return figures()
+
+
+def _run(
+    command: Command,
+    watched: Watched,
+    first: int,
+    step: int,
+    limits: Limits,
+    progress: Callable[[], None],
+    environment: Mapping[str, str] | None,
+) -> None:
+    """Run the cases from `first` on, one in `step`, in as many processes as they take."""
+    end = time.monotonic() + limits.seconds
     for _ in range(MOST_STARTS):
-        left = end - time.monotonic()
-        process = subprocess.Popen(command(first, left), env=environment, start_new_session=True)
+        process = subprocess.Popen(command(first, end - time.monotonic()), env=environment, start_new_session=True)
         try:
-            reason = _follow(process, watched, end, case_seconds, on_progress)
+            reason = _follow(process, watched, end, limits.case_seconds, progress)
         finally:
             _stop(process)
         watched.read()
-        if reason == "":
-            break
-        before, first = first, watched.lost(reason)
-        on_progress(watched.cases)
-        if end - time.monotonic() < LEAST_SECONDS or first == before:
-            break  # no time for another process, or one that came to no case at all
-    return watched.cases or [{"case": "start", "error": reason or "the process ran no case"}]
+        watched.lose(reason)
+        going_on = max(watched.found, default=first - step) + step
+        if reason and going_on == first:  # it came to no case at all, and so would another
+            watched.found[first] = {"case": "start", "error": reason}
+        progress()
+        if not reason or going_on == first or end - time.monotonic() < LEAST_SECONDS:
+            return
+        first = going_on
 
 
 def _follow(
@@ -91,19 +127,18 @@ def _follow(
     watched: Watched,
     end: float,
     case_seconds: float,
-    on_progress: Callable[[list[Figures]], None],
+    progress: Callable[[], None],
 ) -> str:
     """Why the process ended before its cases did; empty where it came to its end."""
-    since, last, count = time.monotonic(), watched.begun, len(watched.found)
+    since = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(POLL_SECONDS)
             return "" if code == 0 else f"its process ended with exit code {code}"
-        watched.read()
         now = time.monotonic()
-        if (watched.begun, len(watched.found)) != (last, count):
-            last, count, since = watched.begun, len(watched.found), now
-            on_progress(watched.cases)
+        if watched.read():
+            since = now
+            progress()
         if now > end:
             return "stopped: the part's time was over"
         if watched.begun is not None and now - since > case_seconds:
