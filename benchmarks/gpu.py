@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,6 +60,10 @@ class Results:
 
     def begin(self, part: Part, seconds: float) -> None:
         self.figures["parts"][part.name] = {"allowed_s": round(seconds, 1), "began_s": round(self.elapsed, 2)}
+
+    def leave_out(self, part: Part) -> None:
+        self.figures["parts"][part.name] = {"allowed_s": 0.0, "cases": [], "summary": {"left_out": "the time was over"}}
+        self._write()
 
     def update(self, part: Part, cases: Sequence[Figures]) -> None:
         """Take in the cases of a part, and write the file."""
@@ -137,7 +142,7 @@ def run(parts: Sequence[Part], setting: Setting, results: Results, minutes: floa
     for part in (PARTS[MACHINE], *parts):
         left = 60 * minutes - results.elapsed
         if left < LEAST_SECONDS:
-            print(f"\n{part.name}: left out, the time is over", flush=True)
+            results.leave_out(part)
             continue
         summary = run_part(part, setting, results, min(part.seconds, left))
         if part.name == MACHINE and "error" not in summary:
@@ -161,7 +166,9 @@ def check(options: Any, parser: argparse.ArgumentParser) -> list[Part]:
     if unknown := set(names) - set(PARTS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     if importlib.util.find_spec("pagedgen_kernels") is None:
-        parser.error("pagedgen is not installed: pip install --no-deps --no-build-isolation -e .")
+        parser.error(
+            "pagedgen is not installed; where it cannot be, put a link pagedgen_kernels to kernels/ on PYTHONPATH"
+        )
     return [part for name, part in PARTS.items() if name in names and name != MACHINE]
 
 
@@ -170,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = check(options, parser)
     chosen = {"device": options.device, "tiny": options.tiny, "minutes": options.minutes, "only": options.only}
     results = Results(options.json, chosen)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as after Ctrl-C, no process is left behind
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(options.device, options.tiny, options.model, folder)
         run(parts, setting, results, options.minutes)

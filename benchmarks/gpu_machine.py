@@ -1,15 +1,18 @@
 """What the machine is, and what it does at best: copies and reads of memory, and a matrix product in bfloat16."""
 
 import importlib.metadata
+import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
 
+import psutil
 import torch
 
-from benchmarks.common import describe_machine
 from benchmarks.gpu_parts import Case, Figures, Setting
 from benchmarks.gpu_timing import Call, time_calls
+from pagedgen.planning.machine import processor_name
 
 COPIED_BYTES, TINY_BYTES = 4 << 30, 1 << 20
 PRODUCT, TINY_PRODUCT = 8192, 64
@@ -21,13 +24,23 @@ def cases(setting: Setting) -> list[Case]:
     size = TINY_BYTES if setting.tiny else COPIED_BYTES
     return [
         Case("packages", packages),
-        Case("processor", describe_machine),
+        Case("host", describe_host),
         Case("device", lambda: describe_device(device)),
         Case("driver", describe_driver),
         Case("copy", lambda: copy_rate(device, size)),
         Case("read", lambda: read_rate(device, size)),
         Case("matmul", lambda: product_rate(device, TINY_PRODUCT if setting.tiny else PRODUCT)),
     ]
+
+
+def describe_host() -> Figures:
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count() or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
 
 
 def packages() -> Figures:

@@ -144,5 +144,5 @@ def model_to_run(setting: Setting) -> tuple[str | None, str]:
     if not (folder / "config.json").is_file():
         config, device = smollm_config(setting), torch.device(setting.device)
         byte_tokenizer(folder)
-        transformers_model(config, torch.float32, device, "sdpa").save_pretrained(folder)
+        transformers_model(config, torch.bfloat16, device, "sdpa").save_pretrained(folder)
     return str(folder), f"random weights of the shape of {DEFAULT_MODEL}"

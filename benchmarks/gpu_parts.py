@@ -90,7 +90,7 @@ PARTS = {
         Part("machine", "benchmarks.gpu_machine", 60, 40),
         Part("kernels", "benchmarks.gpu_kernels", 150, 40, processes=4),
         Part("same_tokens", "benchmarks.gpu_tokens", 110, 80),
-        Part("engine", "benchmarks.gpu_run", 60, 50),
+        Part("engine", "benchmarks.gpu_run", 75, 50),
         Part("decode_step", "benchmarks.gpu_step", 100, 50),
         Part("decode_attention", "benchmarks.gpu_decode", 90, 40),
         Part("prefill_attention", "benchmarks.gpu_prefill", 50, 40),
@@ -107,7 +107,7 @@ def run_cases(cases: Sequence[tuple[int, Case]], lines: Path, seconds: float, de
     with lines.open("a", encoding="utf-8") as file:
 
         def write(index: int, name: str, figures: Figures) -> None:
-            file.write(json.dumps({"index": index, "case": name, **plain(figures)}) + "\n")
+            file.write(json.dumps({"index": index, "case": name, **plain(figures)}, default=str) + "\n")
             file.flush()
 
         for index, case in cases:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 from benchmarks.gpu_parts import Figures
 
@@ -76,7 +76,7 @@ def watch(
     processes.
     """
     all_watched = [Watched(lines) for _, lines in commands]
-    lock = Lock()
+    lock, interrupted = Lock(), Event()
 
     def figures() -> list[Figures]:
         found = {index: value for watched in all_watched for index, value in list(watched.found.items())}
@@ -86,63 +86,64 @@ def watch(
         with lock:
             on_progress(figures())
 
-    def run(number: int) -> None:
-        _run(commands[number][0], all_watched[number], number, len(commands), limits, progress, environment)
-
+    watcher = _Watcher(limits, len(commands), progress, interrupted, environment)
     with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(run, range(len(commands))))
+        try:
+            numbers = range(len(commands))
+            list(pool.map(lambda number: watcher.run(commands[number][0], all_watched[number], number), numbers))
+        finally:
+            interrupted.set()  # by Ctrl-C, say: then the processes do not outlive this one
     return figures()
 
 
-def _run(
-    command: Command,
-    watched: Watched,
-    first: int,
-    step: int,
-    limits: Limits,
-    progress: Callable[[], None],
-    environment: Mapping[str, str] | None,
-) -> None:
-    """Run the cases from `first` on, one in `step`, in as many processes as they take."""
-    end = time.monotonic() + limits.seconds
-    for _ in range(MOST_STARTS):
-        process = subprocess.Popen(command(first, end - time.monotonic()), env=environment, start_new_session=True)
-        try:
-            reason = _follow(process, watched, end, limits.case_seconds, progress)
-        finally:
-            _stop(process)
-        watched.read()
-        watched.lose(reason)
-        going_on = max(watched.found, default=first - step) + step
-        if reason and going_on == first:  # it came to no case at all, and so would another
-            watched.found[first] = {"case": "start", "error": reason}
-        progress()
-        if not reason or going_on == first or end - time.monotonic() < LEAST_SECONDS:
-            return
-        first = going_on
+@dataclass(frozen=True)
+class _Watcher:
+    """step: of the indices of the cases that one process runs. progress: to be told that there is something new."""
 
+    limits: Limits
+    step: int
+    progress: Callable[[], None]
+    interrupted: Event
+    environment: Mapping[str, str] | None
 
-def _follow(
-    process: "subprocess.Popen[bytes]",
-    watched: Watched,
-    end: float,
-    case_seconds: float,
-    progress: Callable[[], None],
-) -> str:
-    """Why the process ended before its cases did; empty where it came to its end."""
-    since = time.monotonic()
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(POLL_SECONDS)
-            return "" if code == 0 else f"its process ended with exit code {code}"
-        now = time.monotonic()
-        if watched.read():
-            since = now
-            progress()
-        if now > end:
-            return "stopped: the part's time was over"
-        if watched.begun is not None and now - since > case_seconds:
-            return f"stopped after {now - since:.0f} s"
+    def run(self, command: Command, watched: Watched, first: int) -> None:
+        """Run the cases from `first` on, in as many processes as they take."""
+        end = time.monotonic() + self.limits.seconds
+        for _ in range(MOST_STARTS):
+            left = end - time.monotonic()
+            process = subprocess.Popen(command(first, left), env=self.environment, process_group=0)
+            try:
+                reason = self._follow(process, watched, end)
+            finally:
+                _stop(process)
+            watched.read()
+            watched.lose(reason)
+            going_on = max(watched.found, default=first - self.step) + self.step
+            if reason and going_on == first:  # it came to no case at all, and so would another
+                watched.found[first] = {"case": "start", "error": reason}
+            self.progress()
+            is_over = self.interrupted.is_set() or end - time.monotonic() < LEAST_SECONDS
+            if not reason or going_on == first or is_over:
+                return
+            first = going_on
+
+    def _follow(self, process: "subprocess.Popen[bytes]", watched: Watched, end: float) -> str:
+        """Why the process ended before its cases did; empty where it came to its end."""
+        since = time.monotonic()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(POLL_SECONDS)
+                return "" if code == 0 else f"its process ended with exit code {code}"
+            now = time.monotonic()
+            if watched.read():
+                since = now
+                self.progress()
+            if self.interrupted.is_set():
+                return "interrupted"
+            if now > end:
+                return "stopped: the part's time was over"
+            if watched.begun is not None and now - since > self.limits.case_seconds:
+                return f"stopped after {now - since:.0f} s"
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
