@@ -109,11 +109,12 @@ def engine_of(model: LlamaModel, config: Any, tokenizer: Path, settings: EngineC
 
 
 def freeing(device: torch.device, run: Callable[[], Figures]) -> Figures:
-    """What `run` gives; the memory that it took of the device is given back afterwards."""
+    """What `run` gives; the memory that it took of a GPU is given back afterwards."""
     try:
         return run()
     finally:
-        free_unused_memory(device)
+        if device.type != "cpu":
+            free_unused_memory(device)
 
 
 def byte_tokenizer(folder: Path) -> Path:

@@ -123,10 +123,8 @@ def run_cases(cases: Sequence[tuple[int, Case]], lines: Path, seconds: float, de
             seconds_taken = round(time.perf_counter() - started, 3)
             write(index, case.name, {"seconds": seconds_taken, **figures})
             print(f"  {case.name}: {as_line(figures)}  [{seconds_taken:.1f} s]", flush=True)
-            if "error" in figures:
-                gc.collect()
-                if not device_works():
-                    return DEVICE_FAILED
+            if "error" in figures and not device_works():
+                return DEVICE_FAILED
     return 0
 
 
@@ -159,11 +157,12 @@ def _short(value: object) -> str:
 
 
 def device_works(setting: Setting) -> bool:
-    """Whether the device still computes, after an error."""
-    import torch
-
+    """Whether the device still computes, after an error; what that held is given back."""
     if setting.device == "cpu":
         return True
+    import torch
+
+    gc.collect()
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

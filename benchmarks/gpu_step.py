@@ -252,6 +252,7 @@ def summary(found: Sequence[Figures]) -> Figures:
         "largest_gap_us": gap,
         "gap_met": gap <= TARGET_GAP_US if gap is not None else None,
         "step_ms": {figures["case"]: figures.get("step_ms") for figures in found},
+        "notes": sorted({note for figures in found for note in figures.get("notes", ())}),
     }
 
 
