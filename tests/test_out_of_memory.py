@@ -363,12 +363,13 @@ def test_other_errors_end_the_run_and_the_engine_stays_usable(checkpoint, monkey
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_device_that_fails_for_good_ends_the_run_in_a_sentence(checkpoint, monkeypatch, late):
+@pytest.mark.parametrize("who", ["CUDA error", "Triton Error [CUDA]"])
+def test_a_device_that_fails_for_good_ends_the_run_in_a_sentence(checkpoint, monkeypatch, late, who):
     engine = make_engine(checkpoint)
     launch, steps = engine.runner.launch, iter(range(5))
 
     def fail(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be late.")
+        raise RuntimeError(f"{who}: an illegal memory access was encountered\nCUDA kernel errors might be late.")
 
     def failing(plan, state):
         result = launch(plan, state)
@@ -380,7 +381,7 @@ def test_a_device_that_fails_for_good_ends_the_run_in_a_sentence(checkpoint, mon
     with pytest.raises(PagedgenError) as caught:
         list(engine.generate(mixed_requests()))
     assert str(caught.value) == (
-        "the device failed (CUDA error: an illegal memory access was encountered); run the same command again to go on "
+        f"the device failed ({who}: an illegal memory access was encountered); run the same command again to go on "
         "with the rows that are left, with a lower --kv-memory or --max-batch-tokens if it was short of memory, and "
         "with --no-cuda-graphs if it fails again"
     )

@@ -7,8 +7,8 @@ import torch
 # What torch, its allocators and NVIDIA's libraries say when they get no memory. On a CPU torch raises a plain
 # RuntimeError; its allocator's name is all there is to tell it by.
 _NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
-# What torch says of errors after which a CUDA context is of no use any more.
-_DEVICE_FAILED = ("CUDA error", "HIP error", "CUDNN_STATUS", "CUBLAS_STATUS", "cuDNN error")
+# What torch and triton say of errors after which a CUDA context is of no use any more.
+_DEVICE_FAILED = ("CUDA error", "HIP error", "Triton Error", "CUDNN_STATUS", "CUBLAS_STATUS", "cuDNN error")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
