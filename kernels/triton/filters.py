@@ -23,7 +23,7 @@ from .candidates import (
     whole_row,
     workspace,
 )
-from .floats import INFINITY, LOWEST_ORDER, SILENT_BITS, from_code, load_logits, row_of
+from .floats import LOWEST_ORDER, SILENT_BITS, from_code, load_logits, row_of
 from .rows import MOST_SPLITS, covers, indices, reals
 
 Tensor = torch.Tensor
@@ -171,9 +171,7 @@ def _lowest_kept_kernel(
     if (divisor > 0) & is_filtered(k, p, share):
         parts = draw * MOST_SPLITS
         peak, mass = whole_row(peaks + parts, masses + parts, splits, 1.0 / divisor, MOST_SPLITS)
-        if peak == INFINITY:
-            result = peak
-        elif peak > float("-inf"):
+        if peak > float("-inf"):
             result = tl.div_rn(peak, divisor) + tl.log(share)
             if ((k > 0) & (k < VOCAB)) | (p < 1):
                 tiles = draw * triton.cdiv(VOCAB, TILE)
