@@ -207,6 +207,12 @@ def test_a_step_padded_to_a_fixed_size(padding: str, multiprocessors: int, monke
     assert not out[2:].any()
 
 
+def test_queries_that_see_no_key_give_zeros() -> None:
+    case = on_device(case_of([(0, 9), (2, 9)], 3, 32, 8))
+    out = replace(case, context_lens=case.context_lens * 0).run(attention)
+    assert not out.any()
+
+
 def test_a_prompt_beside_empty_sequences() -> None:
     case = on_device(case_of([(1, 50), (9, 40)], 3, 32, 8))
     tables = torch.cat([case.block_tables, torch.full_like(case.block_tables, 10**9)])

@@ -22,7 +22,7 @@ def split_bounds(seen, splits, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: 
     first = 0
     if WINDOW > 0:
         first = tl.maximum(seen - WINDOW, 0) // TILE
-    end = tl.cdiv(tl.maximum(seen, 0), TILE)
+    end = tl.cdiv(seen, TILE)
     return first, end, tl.maximum(tl.cdiv(end - first, splits), LEAST)
 
 

@@ -30,17 +30,16 @@ def locate(index, query_start, context_lens, num_sequences, MIXED: tl.constexpr)
     seen if it has none or several; else that token, with 0 seen if it is of no sequence."""
     begin, end = tl.load(query_start + index).to(tl.int32), tl.load(query_start + index + 1).to(tl.int32)
     context = tl.load(context_lens + index).to(tl.int32)
-    token, sequence = index, index
+    token, sequence, seen = index, index, tl.maximum(context, 0)
     if MIXED:
         token = begin
-        seen = tl.where(end - begin == 1, tl.maximum(context, 0), -1)
+        seen = tl.where(end - begin == 1, seen, -1)
     else:
-        seen = context
         if (begin != index) | (end != index + 1):  # a sequence with no query or several comes before
             sequence = find_sequence(query_start, num_sequences, token)
             end = tl.load(query_start + sequence + 1).to(tl.int32)
-            seen = tl.load(context_lens + sequence).to(tl.int32) - (end - token) + 1
-            seen = tl.where(token < end, seen, 0)
+            context = tl.load(context_lens + sequence).to(tl.int32)
+            seen = tl.where(token < end, tl.maximum(context - (end - token) + 1, 0), 0)
     return token, sequence, seen
 
 
