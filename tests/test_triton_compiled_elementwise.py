@@ -102,7 +102,7 @@ STREAMS = {
     "copy_blocks": call(copy_blocks, 128),
 }
 SAMPLING = {
-    "choose_tokens": call(choose_tokens, LLAMA_3),
+    "choose_tokens": call(choose_tokens, LLAMA_3, 280),  # 16 blocks for each program
     "top_tokens": call(top_tokens, LLAMA_3, 20),
     "penalise": call(penalise, LLAMA_3),
 }
