@@ -162,7 +162,7 @@ def check_random(
 
 
 test_random_shapes = settings(max_examples=10, deadline=None)(random_shapes(check_random))
-test_many_random_shapes = pytest.mark.slow(settings(max_examples=400, deadline=None)(random_shapes(check_random)))
+test_many_random_shapes = pytest.mark.slow(settings(max_examples=150, deadline=None)(random_shapes(check_random)))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def decode_kernel(
     mass = tl.zeros([ROWS, TILE], tl.float32)  # summed over the tile only at the end: a sum in the loop costs a barrier
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
     # The blocks of the next tile are read before they are needed, so that only one load waits for another.
-    blocks = load_blocks(table, first * TILE, column, stop, BLOCK_SIZE, TILE, True)
+    blocks = load_blocks(table, first * TILE, column, stop, BLOCK_SIZE, TILE)
     for start in range(first * TILE, stop, TILE):
         position = start + column
         valid = position < stop
@@ -105,7 +105,7 @@ def decode_kernel(
         mass = mass * shrink[:, None] + weights
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = top
-        blocks = load_blocks(table, start + TILE, column, stop, BLOCK_SIZE, TILE, True)
+        blocks = load_blocks(table, start + TILE, column, stop, BLOCK_SIZE, TILE)
 
     total = tl.sum(mass, 1)
     columns = tl.arange(0, VALUE_PADDED)

@@ -44,15 +44,13 @@ def locate(index, query_start, context_lens, num_sequences, MIXED: tl.constexpr)
 
 
 @triton.jit
-def load_blocks(table, start, column, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """The blocks that hold the keys at start + column, before `stop` if MASKED; start is a multiple of TILE."""
+def load_blocks(table, start, column, stop, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of the keys at start + column, as far as these are before `stop`; start is a multiple of TILE."""
     if TILE % BLOCK_SIZE == 0:
         entries = table + (start // BLOCK_SIZE) + column // BLOCK_SIZE
     else:
         entries = table + (start + column) // BLOCK_SIZE
-    if MASKED:
-        return tl.load(entries, mask=start + column < stop, other=0)
-    return tl.load(entries)
+    return tl.load(entries, mask=start + column < stop, other=0)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def attend(
     """The softmax's sums with the keys from `first`, a multiple of TILE, to `stop`. Unless MASKED, stop is a multiple
     of TILE too and all queries see all of them."""
     column = tl.arange(0, TILE)
-    blocks = load_blocks(table, first, column, stop, BLOCK_SIZE, TILE, True)
+    blocks = load_blocks(table, first, column, stop, BLOCK_SIZE, TILE)
     for start in range(first, stop, TILE):
         position = start + column
         valid = position < stop
@@ -80,7 +80,7 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = top
-        blocks = load_blocks(table, start + TILE, column, stop, BLOCK_SIZE, TILE, True)
+        blocks = load_blocks(table, start + TILE, column, stop, BLOCK_SIZE, TILE)
     return acc, peak, total
 
 
