@@ -20,7 +20,7 @@ def _copy_heads(source, head_stride, target, target_stride, head, HEADS: tl.cons
     """Rows source + head * head_stride -> target + head * target_stride, of DIM elements."""
     column = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     inside = (head < HEADS)[:, None] & (column < DIM)
-    values = tl.load(source + head[:, None] * head_stride + column, mask=inside)
+    values = tl.load(source + head[:, None].to(tl.int64) * head_stride + column, mask=inside)
     tl.store(target + head[:, None] * target_stride + column, values, mask=inside)
 
 
@@ -52,7 +52,7 @@ def _rotate_heads(
     column = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     turns = column < HALF
     inside = (head < HEADS)[:, None] & turns
-    heads = source + head[:, None] * head_stride
+    heads = source + head[:, None].to(tl.int64) * head_stride
     low = tl.load(heads + column, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(heads + HALF + column, mask=inside, other=0.0).to(tl.float32)
     if PASSED > 0:
