@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedgen.execution.transfer import to_device
 from pagedgen.step import SlotArrays, StepPlan
 
 
@@ -56,18 +57,15 @@ def build_batch(plan: StepPlan, state: SlotArrays, device: torch.device) -> Forw
     blocks = state.block_table[token_slots, positions // state.block_size].astype(np.int64)
     table_width = max(1, -(-int(context_lens.max(initial=1)) // state.block_size))
 
-    def tensor(array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
     return ForwardBatch(
-        input_ids=tensor(state.token_ids[token_slots, positions].astype(np.int64)),
-        positions=tensor(positions),
-        slot_mapping=tensor(blocks * state.block_size + positions % state.block_size),
-        query_start=tensor(query_start),
-        context_lens=tensor(context_lens),
-        block_tables=tensor(state.block_table[slots, :table_width]),
-        rope_lens=tensor(np.maximum(positions + 1, prompt_lens)),
-        logit_rows=tensor(logit_rows(plan, state, query_start)),
+        input_ids=to_device(state.token_ids[token_slots, positions].astype(np.int64), device),
+        positions=to_device(positions, device),
+        slot_mapping=to_device(blocks * state.block_size + positions % state.block_size, device),
+        query_start=to_device(query_start, device),
+        context_lens=to_device(context_lens, device),
+        block_tables=to_device(state.block_table[slots, :table_width], device),
+        rope_lens=to_device(np.maximum(positions + 1, prompt_lens), device),
+        logit_rows=to_device(logit_rows(plan, state, query_start), device),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pagedgen_kernels import reference
 
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch
@@ -69,7 +68,7 @@ class DecodeStep:
             state.top_k[rows],
             state.top_p[rows],
             state.min_p[rows],
-            reference.position_keys(state.key[rows], lengths),
+            self._attention.kernels.position_keys(state.key[rows], lengths),
         )
         state.token_ids[rows, lengths] = tokens.int()
         state.num_tokens[rows] = lengths + 1
