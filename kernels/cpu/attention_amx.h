@@ -115,6 +115,7 @@ class TileWorker : public Rows<bf16> {
   void multiply_keys(int h) {
     const int64_t stride = int64_t(a.key_dim) * sizeof(bf16);
     const int stretches = tile.stretches();
+    finish_stores(s.q);
     for (int first = 0; first < head_rows; first += LANES) {
       const float* q = packed_queries(h * head_rows + first);
       float* target = turned + int64_t(h * head_rows + first) * TILE;
@@ -218,6 +219,7 @@ class TileWorker : public Rows<bf16> {
     const bf16* w = weights + int64_t(index) * TILE;
     float* sums = s.sums + int64_t(index) * value_stride;
     const int64_t stride = int64_t(value_stride) * sizeof(float);
+    finish_stores(w);
     for (int c = 0; c < columns; ++c) {
       _tile_loadd(4, sums + c * 32, stride);
       _tile_loadd(5, sums + c * 32 + VL, stride);

@@ -26,7 +26,7 @@ class AttentionTiles {
     TileLayout layout;
     for (int tile : {0, 1, 2}) layout.row_bytes[tile] = uint16_t(lanes * 4);
     for (int tile : {4, 5, 6}) layout.rows[tile] = uint8_t(lanes);
-    _tile_loadconfig(&layout);
+    layout.use();
   }
 
  private:

@@ -22,6 +22,10 @@ inline bool request_tiles() {
   return granted;
 }
 
+// What was stored before is in memory for the tile registers to read: GCC's intrinsics do not say that they read any (but
+// 8 bytes of a layout), so it may drop such stores or move them behind.
+INLINE void finish_stores(const void* address) { asm volatile("" : : "r"(address) : "memory"); }
+
 // The shapes of the eight tile registers; all of them full unless changed.
 struct alignas(64) TileLayout {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -31,12 +35,17 @@ struct alignas(64) TileLayout {
   TileLayout() {
     for (int i = 0; i < 8; ++i) row_bytes[i] = TILE_BYTES, rows[i] = TILE_ROWS;
   }
+
+  void use() const {
+    finish_stores(this);
+    _tile_loadconfig(this);
+  }
 };
 
 // While it lives, the thread's tile registers are set up so.
 class TileScope {
  public:
-  explicit TileScope(const TileLayout& layout = {}) { _tile_loadconfig(&layout); }
+  explicit TileScope(const TileLayout& layout = {}) { layout.use(); }
   ~TileScope() { _tile_release(); }
   TileScope(const TileScope&) = delete;
 };
@@ -50,6 +59,7 @@ INLINE void multiply_block(const char* a, int64_t stride, const char* panel, int
                            const Meanwhile& meanwhile) {
   static_assert(sizeof(T) <= 2, "bf16 or int8");
   constexpr bool WIDE = sizeof(T) == 2;
+  finish_stores(a);
   _tile_zero(0);
   _tile_zero(1);
   if (!HALF) {
