@@ -15,11 +15,17 @@ limit_spinning()  # before torch is loaded
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is; see triton_interpreter.py
 
 # Which run was the latest, plans and profiles: those of whoever runs the tests stay as they are.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="pagedgen-state-")
+STATE = tempfile.TemporaryDirectory(prefix="pagedgen-state-", ignore_cleanup_errors=True)
+os.environ["XDG_STATE_HOME"] = STATE.name
 
 # The same histories every time, so that the suite passes or fails by the code alone; `make test-full` draws new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_unconfigure():
+    STATE.cleanup()  # a process of pytest-xdist ends without what runs at exit
+
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 
