@@ -17,13 +17,13 @@ inline bool tiles_cover(const PgAttention& a) {
 template <int LANES>
 class TileWorker : public Rows<bf16> {
  public:
-  TileWorker(const PgAttention& args, Scratch& scratch, const Task& task)
+  TileWorker(const PgAttention& args, Scratch& scratch, Ahead& ahead, const Task& task)
       : Rows<bf16>(args, scratch, task, LANES),
         key_head_stride(int64_t(args.block_size) * args.key_dim),
         value_head_stride(int64_t(args.block_size) * args.value_dim),
         steps(key_stride / 32),
         columns(value_stride / 32),
-        ahead(args) {}
+        ahead(ahead) {}
 
   void run(float* workspace, const Task* following) {
     const int heads = task.kv_heads;
@@ -33,14 +33,9 @@ class TileWorker : public Rows<bf16> {
     weights = reinterpret_cast<bf16*>(s.keys + int64_t(all_rows) * TILE);
     pack_queries();
     init_rows();
-    tile.locate(a, task, first_key(task));
-    for (;;) {
-      next.count = 0;
-      if (tile.begin + TILE < task.key_end)
-        next.locate(a, task, tile.begin + TILE);
-      else if (following)
-        next.locate(a, *following, first_key(*following));
-      ahead.begin(next, heads);
+    for (int key = first_key(task); key < task.key_end; key += TILE) {
+      tile.locate(a, task, key);
+      ahead.begin(task, key + TILE, following);
       // One kind of work after the other for all of the heads, so that none waits for what was only just stored.
       for (int h = 0; h < heads; ++h) multiply_keys(h);
       if (LANES == MANY_LANES)
@@ -50,24 +45,21 @@ class TileWorker : public Rows<bf16> {
         for (int r = 0; r < rows; ++r) {
           softmax_row(h * head_rows + r, r, tile.begin, tile.count);
           if (LANES == MANY_LANES) round_weights(h * head_rows + r);
-          ahead.fetch<4>();
-          ahead.fetch<4>();
+          ahead.fetch();
+          ahead.fetch();
         }
         if (LANES == FEW_LANES) add_values_with_vectors(h);
       }
       if (LANES == MANY_LANES)
         for (int h = 0; h < heads; ++h)
           for (int first = 0; first < head_rows; first += LANES) add_values(h, h * head_rows + first);
-      if (tile.begin + TILE >= task.key_end) break;
-      std::swap(tile, next);
+      ahead.finish();
     }
     order_sums();
     finish(workspace);
   }
 
  private:
-  static int first_key(const Task& task) { return task.key_begin / TILE_ROWS * TILE_ROWS; }
-
   // rows[16] of 16 words each -> target[16][LANES], a word of each of LANES rows beside each other.
   static void turn(const vf (&words)[VL], float* target) {
     if constexpr (LANES == MANY_LANES) {
@@ -130,10 +122,7 @@ class TileWorker : public Rows<bf16> {
           _tile_dpbf16ps(0, 3, 2);
           _tile_loadd(7, high + step * 32, stride);
           _tile_dpbf16ps(1, 7, 2);
-          ahead.fetch<4>();
-          ahead.fetch<4>();
-          ahead.fetch<4>();
-          ahead.fetch<4>();
+          for (int i = 0; i < 4; ++i) ahead.fetch();
         }
         _tile_stored(0, target + i * TILE_ROWS * LANES, LANES * 4);
         if (i + 1 < TILE / TILE_ROWS) _tile_stored(1, target + (i + 1) * TILE_ROWS * LANES, LANES * 4);
@@ -157,6 +146,7 @@ class TileWorker : public Rows<bf16> {
         words[1] = shuffle<EvenOfEight>(c, d), words[3] = shuffle<OddOfEight>(c, d);
       }
       for (int j = 0; j < LANES; ++j) store(target + j * TILE + i * TILE_ROWS, words[j]);
+      ahead.fetch();
     }
   }
   struct Even {  // of each four words of a and b the first, then the third, each as eight in a row
@@ -197,7 +187,7 @@ class TileWorker : public Rows<bf16> {
         const __m512i y = _mm512_maskz_loadu_epi16(mask(t + 1), rows + (t + 1) * a.value_dim);
         _mm512_store_si512(target + t / 2 * VL, _mm512_unpacklo_epi16(x, y));
         _mm512_store_si512(target + (t / 2 + TILE_ROWS) * VL, _mm512_unpackhi_epi16(x, y));
-        if (t % 4 == 0) ahead.fetch<4>();
+        if (t % 4 == 0) ahead.fetch();
       }
   }
 
@@ -230,8 +220,8 @@ class TileWorker : public Rows<bf16> {
         _tile_dpbf16ps(4, 6, 3);
         _tile_loadd(7, v + 256, TILE_BYTES);
         _tile_dpbf16ps(5, 6, 7);
-        ahead.fetch<4>();
-        ahead.fetch<4>();
+        ahead.fetch();
+        ahead.fetch();
       }
       _tile_stored(4, sums + c * 32, stride);
       _tile_stored(5, sums + c * 32 + VL, stride);
@@ -271,7 +261,7 @@ class TileWorker : public Rows<bf16> {
         }
         for (int r = 0; r < R; ++r)
           for (int j = 0; j < 2 * C; ++j) total[r][j] += w[r * TILE + t] * x[j];
-        if (t % 2) ahead.fetch<4>();
+        if (t % 2) ahead.fetch();
       }
     }
     for (int r = 0; r < R; ++r)
@@ -298,23 +288,28 @@ class TileWorker : public Rows<bf16> {
   const int steps, columns;  // of 32 numbers of keys and of values
   float* turned;             // scores as the tiles give them
   bf16* weights;
-  Place tile, next;
-  Ahead ahead;
+  Place tile;
+  Ahead& ahead;
 };
 
 // A task with as many lanes as it needs.
 class TileTask {
  public:
-  using Scope = AttentionTiles;
+  struct Scope {
+    explicit Scope(const PgAttention& a) : ahead(a) {}
 
-  static void run(const PgAttention& a, Scratch& scratch, Scope& tiles, const Task& task, float* workspace,
+    AttentionTiles tiles;
+    Ahead ahead;
+  };
+
+  static void run(const PgAttention& a, Scratch& scratch, Scope& scope, const Task& task, float* workspace,
                   const Task* following) {
     const bool few = task.count * (a.heads / a.kv_heads) <= FEW_LANES;
-    tiles.use(few ? FEW_LANES : MANY_LANES);
+    scope.tiles.use(few ? FEW_LANES : MANY_LANES);
     if (few)
-      TileWorker<FEW_LANES>(a, scratch, task).run(workspace, following);
+      TileWorker<FEW_LANES>(a, scratch, scope.ahead, task).run(workspace, following);
     else
-      TileWorker<MANY_LANES>(a, scratch, task).run(workspace, following);
+      TileWorker<MANY_LANES>(a, scratch, scope.ahead, task).run(workspace, following);
   }
 };
 

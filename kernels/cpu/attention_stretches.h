@@ -11,6 +11,7 @@ namespace pagedgen {
 // How many rows of queries go through the tiles at a time: the fewer, the less time they take. Few rows are a decoding
 // sequence's, many a prompt's.
 constexpr int FEW_LANES = 4, MANY_LANES = 16;
+constexpr int LEAD = TILE / TILE_ROWS;  // stretches of keys and values that are fetched ahead
 
 // The tile registers, by number, for the intrinsics take nothing else: 0 and 1 scores of keys by rows, 2 queries, 3 keys,
 // 4 and 5 sums of rows by columns, 6 weights, 7 values; 3 and 7 serve for both.
@@ -33,7 +34,21 @@ class AttentionTiles {
   int lanes = 0;
 };
 
-// The keys and values of a tile by stretches of 16 keys, each of which lies in one block.
+// 16 keys from a multiple of 16 on, and their values, for a task's first key/value head: they lie in one block.
+struct Stretch {
+  const bf16 *keys, *values;
+};
+
+inline Stretch locate(const PgAttention& a, const Task& task, int key) {
+  const int64_t block = a.block_tables[task.sequence * a.table_stride + key / a.block_size];
+  const int64_t row = int64_t(task.kv_head) * a.block_size + key % a.block_size;
+  return {static_cast<const bf16*>(a.key_cache) + block * a.key_block_stride + row * a.key_dim,
+          static_cast<const bf16*>(a.value_cache) + block * a.value_block_stride + row * a.value_dim};
+}
+
+inline int first_key(const Task& task) { return task.key_begin / TILE_ROWS * TILE_ROWS; }
+
+// The keys and values of a tile by stretches.
 struct Place {
   int begin = 0, count = 0;
   const bf16* keys[TILE / TILE_ROWS];
@@ -44,51 +59,68 @@ struct Place {
   void locate(const PgAttention& a, const Task& task, int first_key) {
     begin = first_key;
     count = std::min(TILE, task.key_end - first_key);
-    const int32_t* table = a.block_tables + task.sequence * a.table_stride;
     for (int i = 0; i < stretches(); ++i) {
-      const int key = first_key + i * TILE_ROWS;
-      const int64_t block = table[key / a.block_size], row = int64_t(task.kv_head) * a.block_size + key % a.block_size;
-      keys[i] = static_cast<const bf16*>(a.key_cache) + block * a.key_block_stride + row * a.key_dim;
-      values[i] = static_cast<const bf16*>(a.value_cache) + block * a.value_block_stride + row * a.value_dim;
+      const Stretch stretch = pagedgen::locate(a, task, first_key + i * TILE_ROWS);
+      keys[i] = stretch.keys, values[i] = stretch.values;
     }
   }
 };
 
-// Fetches a tile into the L2 cache, line by line in the order of addresses, while the one before it is computed. A core
-// keeps memory busy only if what it asks for is spread evenly over what it computes.
+// Fetches keys and values into the L2 cache while those before them are computed: always the LEAD stretches that follow
+// the tile, whether they are of the same task or of the thread's next one. Two lines of each of them in turn: a stretch
+// ends before the processor's own prefetcher, which follows a row of lines within a page, has got far ahead in it, so it
+// must follow many at a time.
 class Ahead {
  public:
-  explicit Ahead(const PgAttention& args) : a(args) {}
+  explicit Ahead(const PgAttention& args)
+      : a(args),
+        head_strides{a.block_size * a.key_dim * 2, a.block_size * a.value_dim * 2},
+        spans{TILE_ROWS * a.key_dim * 2, TILE_ROWS * a.value_dim * 2},
+        longest(std::max(spans[0], spans[1])) {}
 
-  void begin(const Place& next, int kv_heads) {
-    place = &next, heads = kv_heads, span = -1, at = end = nullptr;
-    if (place->count > 0) advance();
+  // tile_end: the first key after the tile that is computed now. following: the thread's next task, or null.
+  void begin(const Task& task, int tile_end, const Task* following) {
+    const bool within = of == &task ? key >= tile_end : of && of == following;
+    if (!within) of = &task, key = tile_end;
+    int lead = (of == &task ? key - tile_end : std::max(0, task.key_end - tile_end) + key - first_key(*of)) / TILE_ROWS;
+    stretches = stretch = head = 0, at = 0;
+    for (; lead < LEAD && stretches < LEAD; ++lead, key += TILE_ROWS) {
+      if (key >= of->key_end) {
+        if (of == following || !following) break;
+        of = following, key = first_key(*of);
+      }
+      if (!stretches) heads = of->kv_heads;
+      if (of->kv_heads != heads) break;
+      const Stretch next = locate(a, *of, key);
+      keys[stretches] = reinterpret_cast<const char*>(next.keys);
+      values[stretches++] = reinterpret_cast<const char*>(next.values);
+    }
+    if (!stretches) head = heads;
   }
 
-  template <int LINES>
+  // Four lines.
   INLINE void fetch() {
-    if (at == end) return;
-#pragma GCC unroll 8
-    for (int i = 0; i < LINES; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
-    at += LINES * 64;
-    if (at == end) advance();
+    if (head == heads) return;
+    const char *k = keys[stretch] + head * head_strides[0] + at, *v = values[stretch] + head * head_strides[1] + at;
+    if (at < spans[0]) _mm_prefetch(k, _MM_HINT_T1), _mm_prefetch(k + 64, _MM_HINT_T1);
+    if (at < spans[1]) _mm_prefetch(v, _MM_HINT_T1), _mm_prefetch(v + 64, _MM_HINT_T1);
+    if (++stretch < stretches) return;
+    stretch = 0, at += 128;
+    if (at == longest) at = 0, ++head;
+  }
+
+  void finish() {
+    while (head < heads) fetch();
   }
 
  private:
-  // A span is what a stretch has for one head, a multiple of 1024 bytes.
-  void advance() {
-    if (++span >= 2 * heads * place->stretches()) return;
-    const int stretch = span / (2 * heads), head = span % heads;
-    const bool values = span / heads % 2;
-    const int64_t dim = values ? a.value_dim : a.key_dim;
-    at = reinterpret_cast<const char*>((values ? place->values : place->keys)[stretch] + head * a.block_size * dim);
-    end = at + TILE_ROWS * dim * int64_t(sizeof(bf16));
-  }
-
   const PgAttention& a;
-  const Place* place;
-  const char *at, *end;
-  int heads, span;
+  const int64_t head_strides[2], spans[2], longest;  // in bytes; a span is what a stretch has for one head
+  const Task* of = nullptr;                          // of whose keys this one is fetched next
+  int key = 0;
+  const char *keys[LEAD], *values[LEAD];
+  int64_t at = 0;
+  int heads = 0, head = 0, stretch = 0, stretches = 0;
 };
 
 }  // namespace pagedgen
