@@ -11,6 +11,7 @@ from pathlib import Path
 FLAGS = (
     "-std=c++17",
     "-O3",
+    "-fno-tree-vectorize",  # the kernels say themselves what is a vector; trying takes the compiler long
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=fast",
