@@ -11,6 +11,13 @@ from pagedgen.step import SlotArrays, StepPlan
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+def to_enter(tokens: torch.Tensor) -> torch.Tensor:
+    """int32 [N], what the device goes on with for the tokens int64 [N] that were drawn: 0 for -1, which tells the host
+    of logits that are not usable. Until the host ends that sequence, its tokens serve the device as indices.
+    """
+    return tokens.clamp(min=0).int()
+
+
 class DeviceState:
     """The device's copy of SlotArrays, by slot; the last row is nobody's, for the padding of fixed-size steps.
 
@@ -85,7 +92,7 @@ class DeviceState:
     def enter(self, slots: NDArray[np.int32], tokens: torch.Tensor) -> None:
         """Let each of the slots [N] go on with the token int64 [N] that it drew on the device."""
         rows = to_device(slots.astype(np.int64), self.device)
-        self.token_ids[rows, self.num_tokens[rows]] = tokens.int()
+        self.token_ids[rows, self.num_tokens[rows]] = to_enter(tokens)
         self.num_tokens[rows] += 1
         self.entered(slots)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch
-from pagedgen.execution.device_state import DeviceState
+from pagedgen.execution.device_state import DeviceState, to_enter
 from pagedgen.execution.failures import is_out_of_memory
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.transfer import to_device
@@ -48,7 +48,7 @@ class DecodeStep:
         used = rows < state.nobody
         positions = torch.where(used, state.num_tokens[rows] - 1, 0)
         batch = ForwardBatch(
-            input_ids=state.token_ids[rows, positions].clamp(min=0).long(),  # -1 is drawn where logits are not usable
+            input_ids=state.token_ids[rows, positions].long(),
             positions=positions,
             slot_mapping=torch.where(used, state.slot_mapping(rows, positions), -1),
             query_start=self._query_start,
@@ -70,7 +70,7 @@ class DecodeStep:
             state.min_p[rows],
             self._attention.kernels.position_keys(state.key[rows], lengths),
         )
-        state.token_ids[rows, lengths] = tokens.int()
+        state.token_ids[rows, lengths] = to_enter(tokens)
         state.num_tokens[rows] = lengths + 1
         self.tokens = tokens
 
