@@ -88,7 +88,8 @@ class Pipeline:
         held = None if self.on_step is None else self._observer.holding(plan)
         result = self._start(plan)
         if result is None:
-            self._free_memory()  # only here is the error gone, whose frames held the step's tensors
+            with _naming_failures():
+                self._free_memory()  # only here is the error gone, whose frames held the step's tensors
         return _Launched(plan, times, result, held)
 
     def _start(self, plan: StepPlan) -> Callable[[], StepResult] | None:

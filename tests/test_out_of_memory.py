@@ -444,3 +444,15 @@ def test_what_the_failed_step_held_is_let_go_before_the_device_frees_memory(chec
     (completion,) = engine.generate([Request(0, "0", prompt="fox", params=SamplingParams(max_tokens=2))])
     assert completion.status is Status.OK
     assert freed == [True]
+
+
+def test_a_device_that_fails_while_it_frees_memory_is_named_too(checkpoint, monkeypatch):
+    engine = make_engine(checkpoint)
+
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    limit(engine, monkeypatch, lambda plan: True)
+    monkeypatch.setattr(engine._pipeline, "_free_memory", fail)
+    with pytest.raises(PagedgenError, match=r"^the device failed \(CUDA error: an illegal memory access"):
+        list(engine.generate(mixed_requests()))
