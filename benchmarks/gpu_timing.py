@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from pagedgen.execution.capture import NotCapturable, capture_graph
+
 TARGET_SECONDS = 0.15
 FEWEST, MOST = 3, 50
 
@@ -41,17 +43,11 @@ def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
 
 
 def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-    """None where the work cannot be captured. A capture that fails would leave its stream the current one."""
-    stream = torch.cuda.current_stream()
-    graph = torch.cuda.CUDAGraph()
+    """None where the work cannot be captured."""
     try:
-        with torch.cuda.graph(graph):
-            run()
-    except RuntimeError:
-        torch.cuda.set_stream(stream)
-        torch.cuda.synchronize()
+        return capture_graph(run, torch.cuda.graph_pool_handle())
+    except (NotCapturable, torch.OutOfMemoryError):
         return None
-    return graph
 
 
 def _repeat(run: Callable[[], None], timed: Callable[[Callable[[], None]], float]) -> float:

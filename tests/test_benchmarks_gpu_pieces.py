@@ -3,13 +3,13 @@ there."""
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import Cuda
 from pagedgen_kernels import reference
 
 from benchmarks import gpu_decode, gpu_kernels, gpu_machine, gpu_timing, gpu_trace
@@ -101,52 +101,13 @@ def test_a_call_is_timed_by_the_clock() -> None:
     assert calls[0] == calls[1] > gpu_timing.FEWEST
 
 
-class Cuda:
-    """What stands for torch.cuda where work is timed. captures: whether it can be captured."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, captures: bool = True) -> None:
-        self.replayed = self.now = 0
-        self.streams: list[str] = []
-        self._run: list[Callable[[], None]] = []
-        cuda = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                self.at = -1
-
-            def record(self) -> None:
-                cuda.now += 5
-                self.at = cuda.now
-
-            def synchronize(self) -> None:
-                assert self.at > 0
-
-            def elapsed_time(self, end: "Event") -> float:
-                return end.at - self.at
-
-        class Graph:
-            def replay(self) -> None:
-                cuda.replayed += 1
-
-        @contextmanager
-        def graph(of: Graph) -> Iterator[None]:
-            assert isinstance(of, Graph)
-            yield
-            if not captures:
-                raise RuntimeError("operation not permitted when stream is capturing")
-
-        fakes = {"Event": Event, "CUDAGraph": Graph, "graph": graph, "synchronize": lambda: None}
-        fakes |= {"current_stream": lambda: "own", "set_stream": self.streams.append}
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-
-
 @pytest.mark.parametrize(("captures", "method"), [(True, "graph replays"), (False, "launches")])
 def test_a_call_is_timed_by_events(captures: bool, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, calls = Cuda(monkeypatch, captures), itertools.count()
+    refused = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    cuda, calls = Cuda(monkeypatch, None if captures else refused), itertools.count()
     timing = gpu_timing.time_calls([lambda: next(calls)] * 4, torch.device("cuda"))
     assert timing == (0.005 / 4, f"events over {method}")
-    assert cuda.streams == ([] if captures else ["own"])
+    assert cuda.is_as_before
     assert (cuda.replayed > gpu_timing.FEWEST) == captures
     assert next(calls) == (8 if captures else 8 + 4 * (2 + 30))
 

@@ -155,24 +155,3 @@ class LoadedStep:
         """After `forward`, the tokens int64 [count] that were drawn and entered; overwritten likewise."""
         self.captured.choose()
         return self.captured.step.tokens[: self.count]
-
-
-class CudaCapture:
-    """Captures work for a CUDA device as graphs that share one pool of memory: they are replayed one after the other,
-    and of what one of them computes only the tensors that are still held keep their memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()  # compiles kernels and sets libraries up, which a capture does not allow
-        torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                run()
-        except RuntimeError:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream the current one
-            torch.cuda.synchronize()
-            raise
-        return graph.replay

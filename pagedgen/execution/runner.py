@@ -10,8 +10,9 @@ import torch
 from pagedgen.config import EngineConfig
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch, build_batch, wanted_prompt_positions
+from pagedgen.execution.capture import CudaCapture
 from pagedgen.execution.device_state import DeviceState
-from pagedgen.execution.graphs import CudaCapture, DecodeGraphs, LoadedStep
+from pagedgen.execution.graphs import DecodeGraphs, LoadedStep
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.logprobs import TopLogprobs
 from pagedgen.execution.processors import edited, having
