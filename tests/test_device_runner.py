@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from pagedgen_kernels import reference
 from tiny_models import random_sequences, tiny_checkpoint
 
-from pagedgen import Engine, EngineConfig, Request, SamplingParams
+from pagedgen import Engine, EngineConfig, PagedgenError, Request, SamplingParams
 from pagedgen import engine as engine_module
 from pagedgen.execution import runner
 from pagedgen.execution.attention import AttentionBackend
+from pagedgen.execution.capture import NotCapturable
 from pagedgen.execution.device_state import DeviceState
 from pagedgen.execution.graphs import SIZES, sizes_up_to
 from pagedgen.request import BeamParams
@@ -125,24 +126,43 @@ def test_without_overlap_each_step_waits_for_the_one_before(checkpoint, monkeypa
     assert in_flight.keys() == {0}
 
 
-def test_work_that_cannot_be_captured_is_launched_kernel_by_kernel(checkpoint, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotCapturable("CUDA error: operation not permitted when stream is capturing.\nmore"),
+        RuntimeError("the padding is more than this model computes"),
+    ],
+)
+def test_work_that_cannot_be_captured_is_launched_kernel_by_kernel(checkpoint, monkeypatch, error):
     requests = requests_of_all_kinds()[:10]
     expected = completions(make_engine(monkeypatch, checkpoint, "torch"), requests)
     engine = make_engine(monkeypatch, checkpoint, "triton")
     notes = []
 
     def refuse(run):
-        raise RuntimeError("operation not permitted when stream is capturing.\nmore")
+        raise error
 
     monkeypatch.setattr(engine.runner.graphs, "_capture", refuse)
     monkeypatch.setattr(engine.runner.graphs, "_on_note", notes.append)
     assert {place: exact for place, (exact, _) in completions(engine, requests).items()} == {
         place: exact for place, (exact, _) in expected.items()
     }
-    assert notes == [
-        "decoding steps run without CUDA graphs, because they could not be captured: operation not permitted when "
-        "stream is capturing"
-    ]
+    reason = str(error).split(".")[0]
+    assert notes == [f"decoding steps run without CUDA graphs, because they could not be captured: {reason}"]
+
+
+def test_a_device_that_fails_while_graphs_are_made_is_not_taken_for_one_without_them(checkpoint, monkeypatch):
+    engine = make_engine(monkeypatch, checkpoint, "triton")
+    notes = []
+
+    def fail(run):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.runner.graphs, "_capture", fail)
+    monkeypatch.setattr(engine.runner.graphs, "_on_note", notes.append)
+    with pytest.raises(PagedgenError, match=r"^the device failed \(CUDA error: an illegal memory access"):
+        completions(engine, requests_of_all_kinds()[:10])
+    assert notes == []
 
 
 def test_a_graph_that_gets_no_memory_fails_its_step_only(checkpoint, monkeypatch):

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch
+from pagedgen.execution.capture import NotCapturable
 from pagedgen.execution.device_state import DeviceState, to_enter
-from pagedgen.execution.failures import is_out_of_memory
+from pagedgen.execution.failures import is_device_failure, is_out_of_memory
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.transfer import to_device
 from pagedgen.models.base import Model
@@ -82,8 +83,8 @@ class DecodeGraphs:
     """The decoding steps of all sizes, each captured when it is first needed.
 
     capture: given work for the device, it has the device do it, and returns what has it done again; it raises
-    RuntimeError for work that cannot be captured. on_note: told in a sentence if that happens; steps are then launched
-    kernel by kernel.
+    NotCapturable for work that cannot be captured. on_note: told in a sentence if that or the work itself fails, but
+    for a device that is of no use any more; steps are then launched kernel by kernel.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class DecodeGraphs:
         try:
             self._steps[size] = _Captured(step, self._capture(step.forward), self._capture(step.choose))
         except RuntimeError as error:
-            if is_out_of_memory(error):
+            failed = is_device_failure(error) and not isinstance(error, NotCapturable)  # which names CUDA as well
+            if failed or is_out_of_memory(error):
                 raise
             self._usable = False
             reason = str(error).split("\n", 1)[0].rstrip(".")
