@@ -7,11 +7,13 @@ import pytest
 import torch
 from test_models_logits import load_hook, load_native, load_reference
 from tiny_models import NATIVE, random_sequences, reference_logits, run_packed, tiny_checkpoint, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pagedgen.errors import PagedgenError
 from pagedgen.models.rope import RotaryEmbedding
 
+CPU = torch.device("cpu")
 ORIGINAL = 16  # the length the scaled models "were trained at"; sequences lie on both sides of it and cross it
 LENGTHS, PROMPTS = (30, 9, 22, 18), (24, 5, 11, 16)
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.0, 2.0, 4.0, 8.0]
@@ -56,6 +58,42 @@ def scaled(name: str) -> dict[str, Any]:
 
 def test_all_kinds_are_covered() -> None:
     assert set(ROPE_INIT_FUNCTIONS) <= {name.split("-")[0] for name in SCALINGS}
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.7])
+@pytest.mark.parametrize("overrides", [{}, {"head_dim": 24}, {"partial_rotary_factor": 0.5}], ids=str)
+def test_dynamic_frequencies_are_those_of_transformers(factor: float, overrides: dict[str, Any]) -> None:
+    """Bit for bit, of sequences of all lengths side by side."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": factor, **overrides}
+    head = {name: value for name, value in overrides.items() if name == "head_dim"}
+    config = tiny_config("llama", max_position_embeddings=ORIGINAL, rope_parameters=parameters, **head)
+    lengths = torch.tensor([1, 2, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 29, 100, 4097, 1 << 20])
+    function = ROPE_INIT_FUNCTIONS["dynamic"]
+    expected = torch.cat([function(config, CPU, seq_len=length[None])[0][None] for length in lengths])
+    assert len(expected.unique(dim=0)) == len(lengths) - 3  # up to ORIGINAL they are the same
+    positions = torch.tensor([0, 1, 5, 2, 16, 28, 99, 4096, 1000])
+    cos, sin = RotaryEmbedding(config, CPU, torch.float32)(positions, lengths)
+    angles = positions[:, None].float() * expected
+    assert torch.equal(cos, angles.cos().repeat(1, 2))
+    assert torch.equal(sin, angles.sin().repeat(1, 2))
+
+
+class FromTensors(TorchDispatchMode):
+    """Refuses what makes a tensor of the host's values: on a GPU it waits for the device, and no graph can hold it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name()
+        made = not any(isinstance(arg, torch.Tensor | list) for arg in args) or name == "aten::lift_fresh"
+        assert not made, name
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_batch_makes_no_tensor_of_values_of_the_host(name: str) -> None:
+    rope = RotaryEmbedding(tiny_config("llama", **scaled(name)), CPU, torch.float32)
+    positions = torch.arange(30)
+    with FromTensors():
+        rope(positions, positions + 1)
 
 
 def check(model: Any, folder: Path, chunks: int | tuple[int, ...]) -> None:
