@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,3 +274,17 @@ def test_what_is_not_covered_goes_to_the_reference(name: str, monkeypatch: pytes
     assert options == case.options
     assert args[0] is case.query
     assert args[-1] is case.query_start
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="takes ten gigabytes of a real device")
+@pytest.mark.parametrize("lengths", [[(1, 5)], [(3, 5)]], ids=["decoding", "prompt"])
+def test_heads_that_lie_gigabytes_apart(lengths: list[tuple[int, int]], tmp_path: Path) -> None:
+    """As in [heads, tokens, dim] of very many tokens. Before the first head lies as much memory as behind it, so that
+    an offset which overflows is read from there."""
+    case = make_case(lengths, 3, 1, 16, 16, 4, dtype=FP16)
+    apart, row = 1 << 30, 16
+    memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=5 * apart, dtype=FP16)
+    query = memory.as_strided(case.query.shape, (row, apart, 1), 2 * apart)
+    query.copy_(case.query)
+    assert 2 * query.stride(1) == 1 << 31
+    check(replace(case, query=query))
