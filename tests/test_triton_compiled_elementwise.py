@@ -61,11 +61,13 @@ def copy_blocks(dim: int) -> None:
     kernels.copy_blocks([empty(32, 99, 2, 8, 16, dim)], empty(5, 2, dtype="int64"))
 
 
-def choose_tokens(vocab_size: int, rows: int = 256, dtype: str = "bfloat16") -> None:
+def choose_tokens(vocab_size: int, rows: int = 256, dtype: str = "bfloat16", first_key: int = 0) -> None:
+    """first_key: where the keys begin in a tensor of more."""
     from pagedgen_kernels import triton as kernels
 
     reals, integers = empty(rows, dtype="float32"), empty(rows, dtype="int64")
-    kernels.choose_tokens(empty(rows, vocab_size, dtype=dtype), reals, integers, reals, reals, integers)
+    keys = empty(first_key + rows, dtype="int64")[first_key:]
+    kernels.choose_tokens(empty(rows, vocab_size, dtype=dtype), reals, integers, reals, reals, keys)
 
 
 def greedy_argmax(vocab_size: int, rows: int = 256, dtype: str = "bfloat16") -> None:
@@ -110,7 +112,7 @@ SAMPLING = {
 OF_ONE = {
     "rotary": call(rotary, QWEN3_8B, 1),
     "norms": call(norms, 4096, 1),
-    "choose_tokens": call(choose_tokens, LLAMA_3, 1),
+    "choose_tokens": call(choose_tokens, LLAMA_3, 1, first_key=1),  # of a prompt's second sample
 }
 # Registers of a thread that leave room for several blocks on a multiprocessor.
 BUDGETS = {
@@ -166,7 +168,7 @@ def test_streams_move_sixteen_bytes_at_a_time(compiled: Compiled) -> None:
 def test_nothing_is_compiled_again_for_another_batch(compiled: Compiled) -> None:
     """Numbers of tokens and rows change in every step."""
     for name in OF_ONE:
-        codes = [[kernel.sass for kernel in compiled[key, 90]] for key in (name, f"{name} of one")]
+        codes = [[kernel.hash for kernel in compiled[key, 90]] for key in (name, f"{name} of one")]
         assert codes[0] == codes[1], name
 
 

@@ -58,6 +58,7 @@ class CompiledKernel:
 
     registers: of a thread. stack: bytes of local memory of a thread; spilled registers are there. shared: bytes of a
     block. grid: as it was launched. constants: the kernel's constexpr arguments. sass: the instructions, one a line.
+    hash: the same for launches that run what was compiled once.
     """
 
     name: str
@@ -70,6 +71,7 @@ class CompiledKernel:
     shared: int
     constants: dict[str, Any]
     sass: str
+    hash: str
 
     def count(self, pattern: str) -> int:
         """How many instructions match the regular expression, anywhere in their line."""
@@ -182,6 +184,7 @@ def _look_at(kernel: Any, function: Any, grid: Any, args: Any, kwargs: Any) -> C
         shared=metadata.shared,
         constants={name: value for name, value in constants.items() if isinstance(value, int | float | str | None)},
         sass="\n".join(line[1] for line in lines if line and line[1] != "NOP"),
+        hash=kernel.hash,
     )
 
 

@@ -116,7 +116,7 @@ def _best_draw(
     return best
 
 
-@triton.jit(do_not_specialize=["blocks_per_split"])
+@triton.jit(do_not_specialize=["blocks_per_split"], do_not_specialize_on_alignment=["keys"])
 def _best_of_parts_kernel(
     logits,
     stride,
