@@ -151,6 +151,14 @@ def test_a_control_group_s_limit_counts_and_its_page_cache_does_not(machine):
     assert memory.available_memory(CPU) == (GIB, 2 * GIB)
 
 
+def test_what_torch_keeps_of_a_gpu_is_free(monkeypatch):
+    """Of an engine that is gone, say, and of the probe before."""
+    kept = [3 * GIB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GIB - sum(kept), 10 * GIB))
+    assert memory.available_memory(torch.device("cuda")) == (9 * GIB, 10 * GIB)
+
+
 def test_activations_grow_with_the_tokens_of_a_step(tmp_path):
     """With an MLP so wide that its activations stand out among the pages a process takes and gives back anyway."""
     folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=20_000)

@@ -15,7 +15,7 @@ from pagedgen.config import EngineConfig
 from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import build_batch
-from pagedgen.execution.failures import is_out_of_memory
+from pagedgen.execution.failures import free_unused_memory, is_out_of_memory
 from pagedgen.execution.kv_cache import KVCache
 from pagedgen.execution.runner import PROMPT_LOGIT_ROWS, logit_rows_per_chunk
 from pagedgen.models.base import Model
@@ -36,8 +36,10 @@ CONTROL_GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def available_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of the device's memory: on a CPU what can be used without swapping, within the limit of the
-    control group the process runs in, if there is one."""
+    control group the process runs in, if there is one. What this process only keeps of an accelerator for later is
+    given back before."""
     if device.type == "cuda":
+        free_unused_memory(device)
         free, total = torch.cuda.mem_get_info(device)
         return free, total
     memory = psutil.virtual_memory()
