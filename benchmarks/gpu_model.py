@@ -108,6 +108,13 @@ def engine_of(model: LlamaModel, config: Any, tokenizer: Path, settings: EngineC
         return Engine(settings, **hooks)
 
 
+def graphs_of(engine: Engine) -> Figures:
+    """Whether decoding steps still run as CUDA graphs, and the sizes of those that were captured; without the first
+    where they never could."""
+    graphs = engine.runner.graphs
+    return {} if graphs is None else {"graphs": graphs._usable, "graph_sizes": sorted(graphs._steps)}
+
+
 def freeing(device: torch.device, run: Callable[[], Figures]) -> Figures:
     """What `run` gives; the memory that it took of a GPU is given back afterwards."""
     try:

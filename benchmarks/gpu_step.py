@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.gpu_model import byte_tokenizer, engine_of, freeing, llama_config, random_model
+from benchmarks.gpu_model import byte_tokenizer, engine_of, freeing, graphs_of, llama_config, random_model
 from benchmarks.gpu_parts import Case, Figures, Setting, described
 from benchmarks.gpu_trace import Trace, by_name, gaps, warm_up
 from pagedgen import Engine, EngineConfig, Request, SamplingParams
@@ -93,7 +93,8 @@ class Bench:
         wanted = self.steps.before_trace + self.steps.traced + self.steps.after
         return wanted + 2 + -(-self.sequences * self.prompt // (self.batch_tokens - self.sequences))
 
-    def engine(self, settings: dict[str, Any], on_step: Callable[[StepSample], None]) -> Engine:
+    def engine(self, settings: dict[str, Any], **hooks: Callable[[Any], None]) -> Engine:
+        """hooks: further arguments of Engine."""
         layers = self.model.spec.layers
         token_bytes = sum(x.num_kv_heads * (x.key_dim + x.value_dim) for x in layers) * self.dtype.itemsize
         longest = self.prompt + self.output
@@ -107,7 +108,7 @@ class Bench:
             **settings,
         )
         tokenizer = byte_tokenizer(Path(self.setting.folder) / "byte-tokenizer")
-        return engine_of(self.model, self.config, tokenizer, config, on_step=on_step)
+        return engine_of(self.model, self.config, tokenizer, config, **hooks)
 
     def requests(self) -> list[Request]:
         ids = np.random.default_rng(0).integers(0, self.config.vocab_size, (self.sequences, self.prompt)).tolist()
@@ -189,9 +190,8 @@ def measure(bench: Bench, settings: dict[str, Any]) -> Figures:
     values at the rate at which the device reads. host_ms: planning, launching and entering a step."""
     watch = Watch(bench)
     started = time.perf_counter()
-    engine = bench.engine(settings, watch.on_step)
     notes: list[str] = []
-    engine._pipeline.on_note = notes.append
+    engine = bench.engine(settings, on_step=watch.on_step, on_note=notes.append)
     watch.time_launches(engine)
     ready = time.perf_counter()
     completed = sum(completion.completion_tokens for completion in engine.generate(bench.requests()))
@@ -202,6 +202,7 @@ def measure(bench: Bench, settings: dict[str, Any]) -> Figures:
         "run_s": time.perf_counter() - ready,
         "completed_tokens": completed,
         "notes": notes,
+        **graphs_of(engine),
         **times(bench, engine, watch),
         **watch.traced,
     }

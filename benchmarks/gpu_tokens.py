@@ -12,10 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_model import model_to_run
+import torch
+
+from benchmarks.gpu_model import graphs_of, model_to_run
 from benchmarks.gpu_parts import Case, Figures, Setting
 from benchmarks.prompts import DATA, Chat, gsm8k_chats
 from pagedgen import BeamParams, Completion, Engine, EngineConfig, Request, SamplingParams
+from pagedgen.execution.capture import NotCapturable, capture_graph
 
 PROMPTS, OUTPUT, KV_BYTES = 32, 64, 1 << 30
 TINY_PROMPTS, TINY_OUTPUT, TINY_KV_BYTES = 3, 8, 1 << 22
@@ -39,6 +42,7 @@ class Runs:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._engines: dict[str, Engine] = {}
+        self.notes: list[str] = []
         self._completed: dict[tuple[str, str], list[Completion]] = {}
 
     def engine(self, name: str) -> Engine:
@@ -51,7 +55,7 @@ class Runs:
             )
             if name == "plain":
                 config = replace(config, cuda_graphs=False, overlap=False)
-            self._engines[name] = Engine(config)
+            self._engines[name] = Engine(config, on_note=self.notes.append)
         return self._engines[name]
 
     def prompts(self, name: str) -> list[tuple[int, ...]]:
@@ -81,6 +85,7 @@ def cases(setting: Setting) -> list[Case]:
             for name, base in PAIRS
             for kind in KINDS
         ),
+        Case("a capture that fails", partial(failed_capture, setting)),
     ]
 
 
@@ -90,8 +95,42 @@ def start(runs: Runs, name: str) -> Figures:
         "attention": engine.attention_name,
         "model": model_to_run(runs.setting)[1],
         "runs_ahead": engine.runner.device_state is not None,
-        "graphs": engine.runner.graphs is not None,
     }
+
+
+def graphs_used(runs: Runs) -> Figures:
+    """Whether what "graphs" has completed came from graphs, as far as decoding goes; true where there are none. notes:
+    of all engines."""
+    figures = graphs_of(runs.engine("graphs"))
+    used = bool(figures.get("graphs") and figures["graph_sizes"])
+    return {"graphs_used": used or not has_graphs(runs.setting), **figures, "notes": list(runs.notes)}
+
+
+def has_graphs(setting: Setting) -> bool:
+    return setting.device != "cpu"
+
+
+def failed_capture(setting: Setting) -> Figures:
+    """recovers: whether the device goes on after a capture of work that waits for it, and the graphs before and after
+    do."""
+    if not has_graphs(setting):
+        return {"left_out": "a CPU captures nothing"}
+    x, pool = torch.zeros(8, device=setting.device), torch.cuda.graph_pool_handle()
+    works = (lambda: x.add_(1), lambda: x.sum().item(), lambda: x.mul_(3))
+    for work in works:  # compiles
+        work()
+    x.zero_()
+    before, refused = capture_graph(works[0], pool), ""
+    try:
+        capture_graph(works[1], pool)
+    except NotCapturable as error:
+        refused = str(error).split("\n", 1)[0]
+    torch.cuda.empty_cache()
+    torch.randn(8, device=setting.device)
+    after = capture_graph(works[2], pool)
+    before.replay()
+    after.replay()
+    return {"recovers": bool(refused) and x.tolist() == [3.0] * 8, "refused": refused}
 
 
 def chats(setting: Setting) -> list[Chat]:
@@ -115,6 +154,8 @@ def compare(runs: Runs, kind: str, name: str, base: str) -> Figures:
         "equal": equal,
         "not_ok": [f"{c.row}: {c.error}"[:200] for c in (*ours, *expected) if c.error is not None][:5],
     }
+    if name == "graphs":
+        figures |= graphs_used(runs)
     if KINDS[kind][1] is not None:
         scores = {(c.row, c.sample): c.score or 0.0 for c in expected}
         apart = [abs((c.score or 0.0) - scores.get((c.row, c.sample), 0.0)) for c in ours]
@@ -148,9 +189,15 @@ def first_difference(engine: Engine, prompts: Sequence[tuple[int, ...]], ours: T
 
 
 def summary(found: Sequence[Figures]) -> Figures:
+    """passed: whether all completions are equal, those that are to come from graphs did, and captures may fail."""
     compared = [figures for figures in found if "completions" in figures]
+    all_equal = bool(compared) and all(f["equal"] == f["completions"] for f in compared)
+    used = [figures["graphs_used"] for figures in found if "graphs_used" in figures]
     return {
-        "all_equal": bool(compared) and all(f["equal"] == f["completions"] for f in compared),
+        "passed": all_equal and bool(used) and all(used) and all(f.get("recovers", "error" not in f) for f in found),
+        "all_equal": all_equal,
+        "graphs_used": bool(used) and all(used),
+        "notes": sorted({note for figures in found for note in figures.get("notes", ())}),
         "equal": {f["case"]: f"{f['equal']} of {f['completions']}" for f in compared},
         "not_ok": [line for figures in compared for line in figures["not_ok"]][:5],
     }

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pagedgen import Completion, Engine, EngineConfig
 from pagedgen import engine as engine_module
 from pagedgen.execution import runner
 from pagedgen.execution.attention import AttentionBackend
+from pagedgen.execution.capture import NotCapturable
 from pagedgen.request import Status
 
 RATES = {"copy": 1e10, "read": 1e10, "matmul": 1e11}
@@ -78,9 +80,63 @@ def test_kernels(run_part: Callable[[str], list[Figures]]) -> None:
 
 def test_same_tokens(run_part: Callable[[str], list[Figures]], runs_ahead: None) -> None:
     found = run_part("same_tokens")
-    assert (found[0]["runs_ahead"], found[0]["graphs"], found[1]["graphs"]) == (True, True, False)
-    assert all(figures["equal"] == figures["completions"] > 0 and not figures["not_ok"] for figures in found[2:])
-    assert PARTS["same_tokens"].load().summary(found)["all_equal"]
+    assert (found[0]["runs_ahead"], found[1]["runs_ahead"]) == (True, True)
+    compared = found[2:-1]
+    assert all(figures["equal"] == figures["completions"] > 0 and not figures["not_ok"] for figures in compared)
+    of_graphs = [figures for figures in compared if ": graphs as" in figures["case"]]
+    assert all((f["graphs"], f["graphs_used"], f["notes"]) == (True, True, []) for f in of_graphs)
+    assert of_graphs[-1]["graph_sizes"]
+    assert "left_out" in found[-1]
+    assert PARTS["same_tokens"].load().summary(found)["passed"]
+
+
+@pytest.mark.parametrize("refuses", [True, False], ids=["captures fail", "no graphs"])
+def test_without_graphs_same_tokens_do_not_pass(
+    run_part: Callable[[str], list[Figures]], monkeypatch: pytest.MonkeyPatch, runs_ahead: None, refuses: bool
+) -> None:
+    def refuse(run: Callable[[], None]) -> None:
+        raise NotCapturable("CUDA error: operation not permitted when stream is capturing")
+
+    if refuses:
+        monkeypatch.setattr(runner, "CudaCapture", lambda: refuse)
+    else:
+        monkeypatch.setattr(engine_module, "choose_backend", lambda device: AttentionBackend("torch", reference))
+    monkeypatch.setattr(gpu_tokens, "has_graphs", lambda setting: True)
+    monkeypatch.setattr(gpu_tokens, "failed_capture", lambda setting: {"recovers": True})
+    found = run_part("same_tokens")
+    summary = PARTS["same_tokens"].load().summary(found)
+    assert (summary["all_equal"], summary["graphs_used"], summary["passed"]) == (True, False, False)
+    if refuses:
+        assert [note.split(":")[0] for note in summary["notes"]] == [
+            "decoding steps run without CUDA graphs, because they could not be captured"
+        ]
+
+
+def test_after_a_capture_that_fails_the_device_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Callable[[], object]] = []
+
+    def capture(run: Callable[[], object], pool: str) -> Any:
+        captures.append(run)
+        if len(captures) == 2 and refused:
+            raise NotCapturable(refused)
+        return SimpleNamespace(replay=run)
+
+    zeros = torch.zeros
+    monkeypatch.setattr(gpu_tokens, "capture_graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
+    monkeypatch.setattr(torch, "randn", lambda size, device: zeros(size))
+    refused = "CUDA error: operation not permitted\nmore"
+    found = gpu_tokens.failed_capture(Setting(device="cuda"))
+    assert found == {"recovers": True, "refused": "CUDA error: operation not permitted"}
+    captures.clear()
+    refused = ""
+    assert not gpu_tokens.failed_capture(Setting(device="cuda"))["recovers"]
+    equal = {"case": "greedy: graphs as cpu", "completions": 1, "equal": 1, "not_ok": [], "graphs_used": True}
+    assert gpu_tokens.summary([equal, {"case": "a capture that fails", "recovers": True}])["passed"]
+    for figures in ({"recovers": False}, {"error": "RuntimeError: captures_underway.empty() INTERNAL ASSERT FAILED"}):
+        assert not gpu_tokens.summary([equal, {"case": "a capture that fails", **figures}])["passed"]
 
 
 def test_engine(run_part: Callable[[str], list[Figures]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +160,9 @@ def test_decode_step(run_part: Callable[[str], list[Figures]], runs_ahead: None)
     found = run_part("decode_step")
     for figures in found:
         assert "trace_error" not in figures
+        with_graphs = not figures["case"].startswith("no graphs")
+        assert (figures.get("graphs", False), figures["notes"]) == (with_graphs, [])
+        assert figures.get("graph_sizes", [])[-1:] == ([4] if with_graphs else [])
         assert figures["attention"] == "triton"
         assert figures["step_ms"] > 0
         assert figures["host_ms"] > 0
@@ -162,7 +221,8 @@ def test_completions_are_compared_by_row_and_sample(monkeypatch: pytest.MonkeyPa
         return [Completion(row, "", sample, Status.OK, token_ids=ids, score=0.5 * last) for row, sample, ids in tokens]
 
     monkeypatch.setattr(gpu_tokens.Runs, "completed", completed)
-    monkeypatch.setattr(gpu_tokens.Runs, "engine", lambda self, name: None)
+    runner = SimpleNamespace(graphs=SimpleNamespace(_usable=True, _steps={4: None, 1: None}))
+    monkeypatch.setattr(gpu_tokens.Runs, "engine", lambda self, name: SimpleNamespace(runner=runner))
     monkeypatch.setattr(gpu_tokens.Runs, "prompts", lambda self, name: [(7, 8)])
     monkeypatch.setattr(gpu_tokens, "first_difference", lambda *arguments: {"row": 0, "place": 1, "gap": 1e-5})
     found = gpu_tokens.compare(gpu_tokens.Runs(Setting()), "beams", "graphs", "cpu")
@@ -172,6 +232,10 @@ def test_completions_are_compared_by_row_and_sample(monkeypatch: pytest.MonkeyPa
         "not_ok": [],
         "largest_score_difference": 0.5,
         "first": {"row": 0, "place": 1, "gap": 1e-5},
+        "graphs_used": True,
+        "graphs": True,
+        "graph_sizes": [1, 4],
+        "notes": [],
     }
     case = {"case": "beams: graphs as cpu", **found}
     assert not gpu_tokens.summary([case])["all_equal"]

@@ -30,7 +30,7 @@ class CudaCapture:
         return capture_graph(run, self._pool).replay
 
 
-def capture_graph(run: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
+def capture_graph(run: Callable[[], object], pool: Pool) -> torch.cuda.CUDAGraph:
     """The graph of the work that `run` gives the current device, with its memory in the pool.
 
     Raises NotCapturable where there can be none; with that, and where memory does not suffice, all is as before.
