@@ -5,9 +5,9 @@
     same_tokens         a model's tokens with and without CUDA graphs and overlap, and on the CPU
     engine              `pagedgen run` and `pagedgen beam` from end to end
     decode_step         what a decoding step of 256 sequences is made of, beside the least it could take
+    throughput          output tokens per second beside transformers
     decode_attention    attention of decoding steps, beside a copy of memory
     prefill_attention   attention of prompts, beside a matrix product
-    throughput          output tokens per second beside transformers
 
 Each part runs in processes of its own, for as long as it may take: one that fails, crashes or hangs costs none of the
 others, and within it no more than a case. The file is written anew as cases end. `--device cpu --tiny` goes through all
@@ -32,6 +32,7 @@ from typing import Any
 from benchmarks.common import RESULTS, print_table
 from benchmarks.gpu_parts import PARTS, Figures, Part, Setting, described, plain
 from benchmarks.gpu_watch import Command, Limits, watch
+from pagedgen.planning.machine import core_count
 
 MACHINE = "machine"
 MINUTES = 9.5
@@ -113,7 +114,7 @@ def run_part(part: Part, setting: Setting, results: Results, seconds: float) -> 
     results.begin(part, seconds)
     print(f"\n{part.name}: at {results.elapsed:.0f} s, for {seconds:.0f} s at most", flush=True)
     Thread(target=preload, args=(part,)).start()
-    count = 1 if setting.tiny else part.processes
+    count = 1 if setting.tiny else min(part.processes, core_count())
     with tempfile.TemporaryDirectory() as folder:
         commands: list[tuple[Command, Path]] = []
         for number in range(count):

@@ -46,13 +46,23 @@ def cases(setting: Setting) -> list[Case]:
     pools = Pools(setting)
     batches, contexts = (TINY_BATCHES, TINY_CONTEXTS) if setting.tiny else (BATCHES, CONTEXTS)
     most = TINY_POOL_BYTES if setting.tiny else POOL_BYTES
-    return [
-        Case(f"{heads.name} {batch} x {context}", partial(measure, setting, pools, heads, batch, context))
-        for heads in heads_for(setting)
-        for batch in batches
-        for context in contexts
-        if batch * context * bytes_per_token(heads) <= most
-    ]
+
+    def of_model(heads: Heads, aimed: bool) -> list[Case]:
+        return [
+            Case(f"{heads.name} {batch} x {context}", partial(measure, setting, pools, heads, batch, context))
+            for batch in batches
+            for context in contexts
+            if batch * context * bytes_per_token(heads) <= most and is_aimed_at(batch, context) == aimed
+        ]
+
+    # What is aimed at comes first for every model, and then the rest of the model whose pool is there.
+    models = heads_for(setting)
+    order = [*((heads, True) for heads in models), *((heads, False) for heads in reversed(models))]
+    return [case for heads, aimed in order for case in of_model(heads, aimed)]
+
+
+def is_aimed_at(batch: int, context: int) -> bool:
+    return batch >= TARGET_BATCH and context >= TARGET_CONTEXT
 
 
 def measure(setting: Setting, pools: Pools, heads: Heads, batch: int, context: int) -> Figures:
@@ -90,7 +100,7 @@ def measure(setting: Setting, pools: Pools, heads: Heads, batch: int, context: i
 def summary(found: Sequence[Figures]) -> Figures:
     """worst: the smallest share of a copy among the batches and contexts that are aimed at."""
     measured = [figures for figures in found if "rate" in figures]
-    aimed = [f for f in measured if f["batch"] >= TARGET_BATCH and f["context"] >= TARGET_CONTEXT]
+    aimed = [f for f in measured if is_aimed_at(f["batch"], f["context"])]
     shares = {f["case"]: f["share"] for f in aimed if f["share"] is not None}
     worst = min(shares, key=lambda case: shares[case], default=None)
     return {

@@ -125,6 +125,17 @@ def test_the_pool_of_a_gpu_takes_what_is_free(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
+def test_attention_that_is_aimed_at_is_timed_first_for_every_model() -> None:
+    names = [case.name for case in gpu_decode.cases(Setting())]
+    shapes = [(name.split()[0], *map(int, name.split()[-3::2])) for name in names]
+    aimed = [batch >= 256 and context >= 1024 for _, batch, context in shapes]
+    assert aimed == sorted(aimed, reverse=True)
+    models = [model for model, _ in itertools.groupby(shape[0] for shape in shapes)]
+    assert len(models) == 3  # each change of the model makes a pool anew
+    assert len({shape[0] for shape in shapes[: sum(aimed)]}) == 2
+    assert len(set(names)) == len(names)
+
+
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

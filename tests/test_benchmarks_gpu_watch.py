@@ -122,6 +122,23 @@ def test_an_interrupted_part_leaves_no_process(tmp_path: Path, monkeypatch: pyte
     assert stopped == [-signal.SIGKILL]
 
 
+@pytest.mark.parametrize(("cores", "tiny", "processes"), [(16, False, 8), (2, False, 2), (16, True, 1)])
+def test_a_part_that_compiles_has_no_more_processes_than_cores(
+    cores: int, tiny: bool, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(gpu, "core_count", lambda: cores)
+    monkeypatch.setattr(gpu, "watch", lambda commands, *_: counts.append(len(commands)) or [])
+    gpu.run_part(PARTS["kernels"], Setting(tiny=tiny), gpu.Results(tmp_path / "gpu.json", {}), 60)
+    assert counts == [processes]
+
+
+def test_what_comes_last_may_be_cut() -> None:
+    """The parts in their order; the limits of all of them are more than there is."""
+    assert list(PARTS)[-2:] == ["decode_attention", "prefill_attention"]
+    assert list(PARTS)[:3] == ["machine", "kernels", "same_tokens"]
+
+
 def run_gpu(monkeypatch: pytest.MonkeyPatch, cases: dict[str, list[Figures]], *arguments: str) -> list[Any]:
     """Run the benchmark with made-up cases of its parts; what the processes would have been started with."""
     commands: list[Any] = []
