@@ -4,15 +4,17 @@ there."""
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from fake_cuda import Cuda
 from pagedgen_kernels import reference
 
-from benchmarks import gpu_decode, gpu_kernels, gpu_machine, gpu_timing, gpu_trace
+from benchmarks import gpu_decode, gpu_kernels, gpu_machine, gpu_throughput, gpu_timing, gpu_trace
 from benchmarks.gpu_kernel_work import LLAMA_1B, LLAMA_8B, Heads, attention
 from benchmarks.gpu_parts import Figures, Setting
 from benchmarks.gpu_trace import Span
@@ -134,6 +136,54 @@ def test_attention_that_is_aimed_at_is_timed_first_for_every_model() -> None:
     assert len(models) == 3  # each change of the model makes a pool anew
     assert len({shape[0] for shape in shapes[: sum(aimed)]}) == 2
     assert len(set(names)) == len(names)
+
+
+class Slow:
+    """A model that gives `rate` tokens a second, by a clock of its own, and in its first run a tenth of that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+        self.rate, self.now = rate, 0.0
+        self.runs: list[tuple[int, int]] = []
+        monkeypatch.setattr(gpu_throughput, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def __call__(self, prompts: list[list[int]], output: int) -> int:
+        self.runs.append((len(prompts), output))
+        tokens = len(prompts) * output
+        self.now += tokens / self.rate * (10 if len(self.runs) == 1 else 1)
+        return tokens
+
+
+@pytest.mark.parametrize(
+    ("rate", "measured"), [(100_000, (512, 256)), (500, (512, 19)), (30, (512, 1)), (20, None)], ids=str
+)
+def test_transformers_gets_as_many_requests_however_slow_it_is(
+    rate: float, measured: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = gpu_throughput.Bench(Setting(device="cpu", tiny=True))
+    bench.requests, bench.prompt, bench.output = 512, 2, 256
+    model = Slow(monkeypatch, rate)
+    found = gpu_throughput.peer_figures(bench, model)
+    assert model.runs == [(64, 32), (64, 32), *([measured] if measured else [])]
+    assert (found["requests"], found["output"]) == model.runs[-1]
+    assert found["rate"] == pytest.approx(rate)
+    assert found["trial_rate"] == pytest.approx(rate)
+    assert found["run_s"] < max(gpu_throughput.SECONDS, 2048 / rate) + 1e-6
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("newer", [True, False])
+def test_sdpa_stays_sdpa(attention: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some version on, transformers takes flash attention for sdpa where it is installed."""
+    added: list[Any] = [("auto_switch_to_flash", bool, True)] if newer else []
+    config = make_dataclass("Config", [("allow_block_sharing", bool), *added])
+    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", config)
+    sessions: list[Any] = []
+    model = SimpleNamespace(
+        continuous_batching_context_manager=lambda *_, **options: sessions.append(options["continuous_batching_config"])
+    )
+    gpu_throughput._session(model, gpu_throughput.Bench(Setting()), attention)
+    expected = {"allow_block_sharing": False}
+    assert asdict(sessions[0]) == expected | ({"auto_switch_to_flash": attention != "sdpa"} if newer else {})
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
