@@ -1,7 +1,6 @@
 """The command line: parses, calls, and maps errors to exit codes. No logic, and no heavy import."""
 
 import os
-import stat
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from pagedgen import __version__, options
 from pagedgen.beam_params import beam_flag
@@ -20,12 +20,25 @@ from pagedgen.errors import PagedgenError, UsageError, listed
 from pagedgen.params import OPTIONS
 from pagedgen.process import prepare_process
 from pagedgen.request import BeamParams
+from pagedgen.standard_streams import printing, stdin_is_piped, tell
 
 DEFAULTS = EngineConfig()
 SEARCH = BeamParams()
 SAMPLING = tuple(option.name for option in OPTIONS)
 
+
+class _Command(TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _print_or_exit(lambda: super(_Command, self).format_help(ctx, formatter))
+
+
+class _Group(TyperGroup):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _print_or_exit(lambda: super(_Group, self).format_help(ctx, formatter))
+
+
 app = typer.Typer(
+    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -35,7 +48,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pagedgen {__version__}")
+        _print_or_exit(lambda: typer.echo(f"pagedgen {__version__}"))
         raise typer.Exit
 
 
@@ -67,15 +80,6 @@ def _read_template(template: str | None) -> str | None:
         raise UsageError(
             f"--template {template} is no template text (it has no {{{{ }}}}) and cannot be read as a file: {error}"
         ) from None
-
-
-def _stdin_is_piped() -> bool:
-    """Whether something was piped or redirected into the command: a terminal and /dev/null are neither."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 class Rows:
@@ -213,14 +217,14 @@ def _taking(*groups: type, hidden: Collection[str] = ()) -> Callable[[Command], 
     return give
 
 
-@app.command()
+@app.command(cls=_Command)
 @_taking(Rows, Limits, Sampling, Results, Machine)
 def run(**given: Any) -> None:
     """Generate a completion for every row of INPUT."""
     _exit_with(lambda: _run(given))
 
 
-@app.command()
+@app.command(cls=_Command)
 @_taking(Rows, Beams, Limits, Results, Machine)
 def beam(**given: Any) -> None:
     """Search for the likeliest completions of every row of INPUT, with beams."""
@@ -228,7 +232,7 @@ def beam(**given: Any) -> None:
     _exit_with(lambda: _run(given, search))
 
 
-@app.command()
+@app.command(cls=_Command)
 @_taking(Rows, Planning, Limits, Sampling, PlannedBeams, Results, Machine, hidden=WITHOUT_EFFECT)
 def plan(**given: Any) -> None:
     """Say what a run over INPUT would need and take, before any weights are loaded.
@@ -266,11 +270,11 @@ def _planned_beams(given: dict[str, Any]) -> BeamParams | None:
 def _input_config(given: dict[str, Any]) -> InputConfig:
     wanted = InputConfig(given["input"], given["dataset"], given["config"], given["split"])
     if wanted.is_empty:
-        if _stdin_is_piped():
+        if stdin_is_piped():
             return InputConfig("-")
         if sys.stdin is None or not sys.stdin.isatty():
             raise UsageError("there is no input; name a file, a folder or a dataset, or pipe the prompts in")
-        typer.echo("no input given: running the bundled sample prompts", err=True)
+        tell("no input given: running the bundled sample prompts")
     return wanted
 
 
@@ -288,7 +292,7 @@ def _overrides(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in SAMPLING if given.get(name) not in (None, [])}
 
 
-@app.command()
+@app.command(cls=_Command)
 def stats(
     run: options.Runs = None,
     as_json: options.AsJson = False,
@@ -300,8 +304,7 @@ def stats(
     def show() -> int:
         from pagedgen.reports.show import show_stats
 
-        with suppress(BrokenPipeError):  # whoever read it has read enough
-            show_stats(run or [], as_json=as_json, html=html, watch=watch)
+        show_stats(run or [], as_json=as_json, html=html, watch=watch)
         return 0
 
     _exit_with(show)
@@ -344,19 +347,34 @@ def _engine_config(given: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**settings)
 
 
+def _print_or_exit(show: Callable[[], None]) -> None:
+    """Print something on standard output; where that fails the process ends as a command's does."""
+
+    def job() -> int:
+        with printing():
+            show()
+        return 0
+
+    if code := _code_of(job):
+        raise typer.Exit(code)
+
+
 def _exit_with(job: Callable[[], int]) -> NoReturn:
-    """Run a job and exit with its code; what a user can cause is one line on stderr."""
-    message = None
+    raise typer.Exit(_code_of(job))
+
+
+def _code_of(job: Callable[[], int]) -> int:
+    """Run a job; its exit code. What a user can cause is one line on stderr."""
+    message = ""
     try:
         code = job()
     except PagedgenError as error:
         message, code = str(error), error.exit_code
     except KeyboardInterrupt:
         message, code = "interrupted", 130
-    if message is not None:
-        with suppress(OSError):  # nobody reads it any more
-            typer.echo(f"pagedgen: {message}", err=True)
-    raise typer.Exit(code)
+    if message:
+        tell(f"pagedgen: {message}")
+    return code
 
 
 def main() -> NoReturn:

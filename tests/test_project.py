@@ -80,6 +80,7 @@ VALUES = {
     "params",
     "process",
     "request",
+    "standard_streams",
     "step",
     "units",
     "user_state",

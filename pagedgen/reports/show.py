@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from pagedgen.reports.comparison import comparison_lines
 from pagedgen.reports.find import find_run_folder, read_run
 from pagedgen.reports.report import RunReport, make_report
 from pagedgen.reports.terminal import report_lines
+from pagedgen.standard_streams import printing, tell
 from pagedgen.stats.live import stdout_console
 from pagedgen.stats.text import Glyphs, format_duration, format_percent, format_rate
 from pagedgen.units import format_bytes
@@ -33,14 +33,16 @@ def show_stats(names: Sequence[str], *, as_json: bool, html: Path | None, watch:
 
     as_json: as JSON, an object, or an array of several. html: as a page in this file. watch: until the run ends.
     Raises UsageError for a run that is not there or forms that exclude each other, PagedgenError for a file that cannot
-    be written.
+    be written, and what `printing` raises.
     """
     if watch and (as_json or html is not None):
         raise UsageError("--watch shows a run on the terminal; leave --json and --html out")
     if watch and len(names) > 1:
         raise UsageError("--watch shows one run; name only one")
     if watch:
-        _watch(_wait_for(names[0]) if names else find_run_folder(None))
+        folder = _wait_for(names[0]) if names else find_run_folder(None)
+        with printing():
+            _watch(folder)
         return
     folders = [find_run_folder(name) for name in names] or [find_run_folder(None)]
     reports = [make_report(read_run(folder)) for folder in folders]
@@ -48,10 +50,12 @@ def show_stats(names: Sequence[str], *, as_json: bool, html: Path | None, watch:
         _write_page(reports, html)
     if as_json:
         values = [report.as_json() for report in reports]
-        print(json.dumps(values[0] if len(values) == 1 else values, indent=2, default=str))
+        with printing():
+            print(json.dumps(values[0] if len(values) == 1 else values, indent=2, default=str))
     elif html is None:
-        console = stdout_console()
-        console.print(*_lines(reports, console), sep="\n", soft_wrap=True)
+        with printing():
+            console = stdout_console()
+            console.print(*_lines(reports, console), sep="\n", soft_wrap=True)
 
 
 def _lines(reports: Sequence[RunReport], console: Console, height: int | None = None) -> list[Text]:
@@ -72,7 +76,7 @@ def _write_page(reports: Sequence[RunReport], path: Path) -> None:
         path.write_text(page, "utf-8")
     except OSError as error:
         raise write_error(path, error, "or choose another --html") from error
-    print(f"written to {path}", file=sys.stderr)
+    tell(f"written to {path}")
 
 
 def _wait_for(name: str) -> Path:

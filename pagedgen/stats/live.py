@@ -79,7 +79,7 @@ class LiveDisplay:
                 console=self._console,
                 refresh_per_second=FRAMES_PER_SECOND,
                 transient=True,
-                redirect_stdout=sys.stdout.isatty(),
+                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
                 vertical_overflow="crop",
             )
             self._live.start(refresh=True)
