@@ -1,9 +1,10 @@
-"""Being told to end: the first signal ends a run in good order, the second one at once."""
+"""Being told to end: the first signal ends a run in good order, a second one at once."""
 
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -11,12 +12,16 @@ from typing import Any, Self
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 EXIT_CODE = 130
+# Signals that come closer together are one request: `timeout`, a supervisor or a terminal may tell the process itself
+# and its whole group.
+ONE_REQUEST = 0.5
 SHOW_CURSOR = "\x1b[?7h\x1b[?25h"
 
 
 class Interrupts:
     """While this context lasts, the first SIGINT, SIGTERM or SIGHUP raises KeyboardInterrupt, as a batch system, a
-    closed terminal and Ctrl-C all mean the same; the next one ends the process where it stands, with exit code 130.
+    closed terminal and Ctrl-C all mean the same; one that comes `ONE_REQUEST` seconds after it or later ends the
+    process where it stands, with exit code 130.
 
     Only the main thread may handle signals: in another one nothing changes. farewell: the line for stderr when the
     process is ended at once.
@@ -26,6 +31,7 @@ class Interrupts:
         self._farewell = farewell
         self._before: dict[signal.Signals, Any] = {}
         self._told = self._deferred = False
+        self._told_at = 0.0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -52,6 +58,9 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._told and now - self._told_at < ONE_REQUEST:
+            return
         if self._told:
             # Whatever is being written has a temporary name, so this does no damage. Python's own way out would wait
             # for threads, and for whatever made the user ask twice.
@@ -59,6 +68,6 @@ class Interrupts:
                 terminal = SHOW_CURSOR if os.isatty(sys.stderr.fileno()) else ""
                 os.write(sys.stderr.fileno(), f"{terminal}\npagedgen: {self._farewell}\n".encode())
             os._exit(EXIT_CODE)
-        self._told = True
+        self._told, self._told_at = True, now
         if not self._deferred:
             raise KeyboardInterrupt

@@ -326,10 +326,10 @@ def test_version_and_help():
         assert option in re.sub(r"\x1b\[[0-9;]*m", "", stdout)
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT] * 3, [signal.SIGTERM], [signal.SIGHUP]])
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGHUP]])
 def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals):
-    """It is told once its first rows are done, several times in a row too, which ends it at once; it exits with 130 and
-    says how to go on."""
+    """It is told once its first rows are done, twice within a moment too, as `timeout` does; it exits with 130 and says
+    how to go on."""
     write_jsonl(folder / "in.jsonl", [{"prompt": f"fox {i}"} for i in range(20_000)])
     process = subprocess.Popen(
         [
@@ -355,7 +355,7 @@ def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals
     time.sleep(1.0)
     for number in signals:
         process.send_signal(number)
-        time.sleep(0.005)
+        time.sleep(0.001)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in stderr
@@ -363,13 +363,10 @@ def test_a_run_that_is_told_to_end_keeps_what_is_finished(folder, model, signals
     assert f"to go on: {command}\n" in stderr
     run_folder = Path("in.completions.parquet.run")
     status = json.loads((run_folder / "manifest.json").read_text())["status"]
-    if len(signals) == 1:
-        rows = int(re.search(r"interrupted after (\d+) rows, which are safe", stderr)[1])
-        assert status == "interrupted"
-        assert rows > 0
-        assert pq.read_table(run_folder / "parts").num_rows == rows
-    else:
-        assert "ended at once" in stderr
+    rows = int(re.search(r"interrupted after (\d+) rows, which are safe", stderr)[1])
+    assert status == "interrupted"
+    assert rows > 0
+    assert pq.read_table(run_folder / "parts").num_rows == rows
     kept = [row for part in (run_folder / "parts").glob("part-*") for row in pq.read_table(part)["row"].to_pylist()]
     assert len(kept) == len(set(kept))
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pagedgen.interrupts import Interrupts
+from pagedgen.interrupts import ONE_REQUEST, Interrupts
 
 
 @pytest.mark.parametrize("delay", [0.05, 0.3, 0.6, 1.2])
@@ -62,7 +62,29 @@ def test_a_signal_in_a_deferred_block_raises_at_its_end():
     assert done == ["inside"]
 
 
-def test_the_second_signal_ends_the_process_at_once():
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_come_together_are_one_request(first):
+    """As of `timeout`, which tells its child, and then the child's whole group."""
+    done = []
+
+    def told() -> None:
+        with Interrupts("bye") as interrupts:
+            try:
+                os.kill(os.getpid(), first)
+                time.sleep(1)
+            finally:
+                with interrupts.deferred():
+                    time.sleep(0.001)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.01)
+                    done.append("written")
+
+    with pytest.raises(KeyboardInterrupt):
+        told()
+    assert done == ["written"]
+
+
+def test_a_second_signal_later_ends_the_process_at_once():
     code = (
         "import os, signal, time\n"
         "from pagedgen.interrupts import Interrupts\n"
@@ -70,6 +92,7 @@ def test_the_second_signal_ends_the_process_at_once():
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    finally:\n"
+        f"        time.sleep({ONE_REQUEST})\n"
         "        with interrupts.deferred():\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "            time.sleep(5)\n"

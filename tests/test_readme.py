@@ -13,8 +13,8 @@ BACKED_BY = {
     ],
     "Ctrl-C, SIGTERM or SIGHUP": ["test_cli.py::test_a_run_that_is_told_to_end_keeps_what_is_finished"],
     "a second signal": [
-        "test_cli.py::test_a_run_that_is_told_to_end_keeps_what_is_finished",
-        "test_interrupts.py::test_the_second_signal_ends_the_process_at_once",
+        "test_interrupts.py::test_a_second_signal_later_ends_the_process_at_once",
+        "test_interrupts.py::test_signals_that_come_together_are_one_request",
     ],
     "the same command runs again": ["test_resume.py::test_the_same_command_on_a_finished_run_does_nothing"],
     "the command, the model or the tokenizer has changed": [
