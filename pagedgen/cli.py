@@ -302,9 +302,10 @@ def stats(
     """Show where the memory and the time of a run went; of several runs, side by side."""
 
     def show() -> int:
+        options.refuse_empty({"html": html})
         from pagedgen.reports.show import show_stats
 
-        show_stats(run or [], as_json=as_json, html=html, watch=watch)
+        show_stats(run or [], as_json=as_json, html=None if html is None else Path(html), watch=watch)
         return 0
 
     _exit_with(show)
@@ -321,9 +322,10 @@ def _run(given: dict[str, Any], beam: BeamParams | None = None) -> int:
 
 
 def _job_config(given: dict[str, Any], beam: BeamParams | None) -> JobConfig:
+    options.refuse_empty(given)
     return JobConfig(
         input=_input_config(given),
-        output_path=given["output"],
+        output_path=None if given["output"] is None else Path(given["output"]),
         overwrite=given["overwrite"],
         keep=_parse_keep(given["keep"]),
         token_ids=given["token_ids"],

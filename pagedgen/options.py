@@ -1,18 +1,42 @@
 """The options of the commands, each declared once: its type, its help and the panel of `--help` it stands in."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from pagedgen.config import Device, Dtype, ErrorLimit, Format, OnTooLong, Quantize
+from pagedgen.errors import UsageError
 from pagedgen.request import EarlyStopping, Status
 from pagedgen.units import parse_bytes, parse_seconds
 
 ENGINE, SAMPLING, PROMPT, OUTPUT = "Engine", "Generation (a row's own columns win)", "Prompts", "Output"
 BEAM = "Beam search"
 PLAN = "Plan"
+
+# What names something or is a value: an empty text is a variable of a script that was not set, and must not be taken
+# for the current folder or for what is left out.
+_NEVER_EMPTY = {
+    "input": ("the name of the input", "name a file, a folder or a glob, or - for stdin"),
+    "dataset": ("--dataset", "give a Hub name or a folder"),
+    "config": ("--config", "name a configuration, or leave it out"),
+    "split": ("--split", "name a split, or leave it out"),
+    "prompt_column": ("--prompt-column", "name a column, or leave it out"),
+    "template": ("--template", "give a Jinja2 template or a file that holds one"),
+    "output": ("-o", "name a file X.parquet or X.jsonl, or a folder"),
+    "keep": ("--keep", "write all, none, or the names of columns"),
+    "model": ("--model", "give a Hub id, a local folder or a .gguf file, or leave it out"),
+    "logit_bias": ("--logit-bias", """give JSON like '{"11": -5}', or leave it out"""),
+    "html": ("--html", "name a file, like report.html"),
+}
+
+
+def refuse_empty(given: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option that is given as an empty text where that means nothing."""
+    for name, (flag, remedy) in _NEVER_EMPTY.items():
+        value = given.get(name)
+        if isinstance(value, str) and not value.strip():
+            raise UsageError(f"{flag} is empty; {remedy}")
 
 
 def _option(flag: str, help: str, panel: str, **more: Any) -> Any:
@@ -48,10 +72,11 @@ Input = Annotated[
     ),
 ]
 Output = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--output",
         "-o",
+        metavar="PATH",
         help="X.parquet or X.jsonl: one file in input order. A folder: Parquet parts. "
         "Default: INPUT's name with .completions.parquet, in this folder.",
         rich_help_panel=OUTPUT,
@@ -283,6 +308,9 @@ Runs = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.", show_default=False)]
 Html = Annotated[
-    Path | None, typer.Option(help="Write the report as one self-contained page into this file.", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="PATH", help="Write the report as one self-contained page into this file.", show_default=False
+    ),
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Show a running job until it ends.", show_default=False)]

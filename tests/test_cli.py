@@ -236,6 +236,15 @@ def test_a_value_that_cannot_be_read_is_a_usage_error(folder, args, words):
         (["nowhere.jsonl"], 2, ["nowhere.jsonl"]),
         (["in.jsnl"], 2, ["in.jsnl", "in.jsonl"]),
         (["empty.jsonl"], 2, ["empty.jsonl"]),
+        (["dangling.jsonl"], 2, ["dangling.jsonl is a link to nowhere, which does not exist"]),
+        ([""], 2, ["the name of the input is empty"]),
+        ([" "], 2, ["the name of the input is empty"]),
+        (["--dataset", ""], 2, ["--dataset is empty"]),
+        (["in.jsonl", "-o", ""], 2, ["-o is empty"]),
+        (["in.jsonl", "-m", ""], 2, ["--model is empty"]),
+        (["in.jsonl", "--template", ""], 2, ["--template is empty"]),
+        (["in.jsonl", "--keep", ""], 2, ["--keep is empty"]),
+        (["in.jsonl", "--logit-bias", ""], 2, ["--logit-bias is empty"]),
         (["image.png"], 2, ["image.png"]),
         (["questions.csv"], 2, ["question", "name", "--prompt-column"]),
         (["in.jsonl", "--prompt-column", "promt"], 2, ["promt", "prompt"]),
@@ -283,6 +292,7 @@ def test_a_mistake_is_one_sentence_that_names_it(folder, model, args, code, word
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_jsonl(folder / "in.jsonl", PROMPTS)
     (folder / "empty.jsonl").touch()
+    (folder / "dangling.jsonl").symlink_to("nowhere")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n")
     (folder / "questions.csv").write_text("question,name\nwhy?,A\n")
     (folder / "exists.parquet").touch()

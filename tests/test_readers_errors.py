@@ -31,6 +31,24 @@ def test_wrong_path_suggests_what_is_there(tmp_path: Path) -> None:
         open_path(tmp_path / "nowhere" / "x.jsonl")
 
 
+def test_only_what_can_be_read_is_suggested(tmp_path: Path) -> None:
+    for name in ("promptx.jsonl", "prompty.jsonl.run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "promptz.jsonl").symlink_to("nowhere")
+    (tmp_path / "prompt.jsonlx").touch()
+    with pytest.raises(UsageError, match=r"there is no file .*prompt\.jsonl; check the path"):
+        open_path(tmp_path / "prompt.jsonl")
+    (tmp_path / "promptx.jsonl" / "a.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=r"did you mean [^ ]*promptx\.jsonl\?"):
+        open_path(tmp_path / "prompt.jsonl")
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(UsageError, match=r"a\.jsonl is a link to .*gone\.jsonl, which does not exist"):
+        open_path(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

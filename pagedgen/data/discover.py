@@ -3,7 +3,7 @@
 import difflib
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pagedgen.data.columnar import ArrowFile, ParquetFile
@@ -42,13 +42,15 @@ def find_files(path: str) -> list[RowFile]:
     """
     start = Path(os.path.expanduser(path))
     if start.is_dir():
-        files = [(file, str(file.relative_to(start))) for file in _walk(start)]
+        files = [(file, str(file.relative_to(start))) for file in sorted(_walk(start))]
         if not files:
             raise UsageError(f"the folder {path} holds no file of a known kind ({KINDS})")
     elif start.exists():
         if kind_of(start) is None:
             raise UsageError(f"{path} is of a kind that cannot be read; give one of {KINDS}")
         files = [(start, start.name)]
+    elif start.is_symlink():
+        raise UsageError(f"{path} is a link to {os.readlink(start)}, which does not exist; give another path")
     elif glob.has_magic(path):
         files = _matches(path)
     else:
@@ -73,14 +75,13 @@ def stem_of(path: str) -> str:
     return name.stem if kind_of(name) else name.name
 
 
-def _walk(folder: Path) -> list[Path]:
-    """The usable files below `folder`, sorted by path; hidden ones, run folders and the outputs of runs left out."""
-    found: list[Path] = []
+def _walk(folder: Path) -> Iterator[Path]:
+    """The usable files below `folder`, in no order; hidden ones, run folders and the outputs of runs left out."""
     for current, folders, names in os.walk(folder):
         names = [name for name in names if name + RUN_FOLDER_SUFFIX not in folders]
         folders[:] = [name for name in folders if not name.startswith(".") and not name.endswith(RUN_FOLDER_SUFFIX)]
-        found += [Path(current, name) for name in names if not name.startswith(".") and name not in _DATASET_FILES]
-    return sorted(file for file in found if kind_of(file) and file.is_file())
+        files = (Path(current, name) for name in names if not name.startswith(".") and name not in _DATASET_FILES)
+        yield from (file for file in files if kind_of(file) and file.is_file())
 
 
 def _matches(pattern: str) -> list[tuple[Path, str]]:
@@ -110,5 +111,12 @@ def _suggestion(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f", nor a folder {parent}; check the path"
-    close = difflib.get_close_matches(path.name, os.listdir(parent), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(str(parent / name) for name in close)}?" if close else "; check the path"
+    close = difflib.get_close_matches(path.name, os.listdir(parent), n=12, cutoff=0.6)
+    usable = [str(parent / name) for name in close if _can_be_read(parent / name)][:3]
+    return f"; did you mean {' or '.join(usable)}?" if usable else "; check the path"
+
+
+def _can_be_read(path: Path) -> bool:
+    if path.is_dir():
+        return not path.name.endswith(RUN_FOLDER_SUFFIX) and any(True for _ in _walk(path))
+    return kind_of(path) is not None and path.is_file()

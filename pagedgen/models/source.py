@@ -51,6 +51,8 @@ def resolve_model(name: str | None) -> ModelSource:
         packaged = _packaged_gguf()
         return ModelSource("gguf", DEFAULT_MODEL, packaged) if packaged else ModelSource("hub", DEFAULT_MODEL)
     path = Path(os.path.expanduser(name))
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"--model {name} is a link to {os.readlink(path)}, which does not exist; check the path")
     if path.is_dir():
         if not (path / _CONFIG).is_file():
             ggufs = sorted(path.glob("*.gguf"))
