@@ -97,6 +97,6 @@ def write_error(path: Path, error: OSError, next_step: str) -> PagedgenError:
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
-    errno.ENOENT: "leave its folder where it is",
+    errno.ENOENT: "see that its folder is there",
     errno.ENOTDIR: "check the path",
 }

@@ -3,14 +3,23 @@
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pagedgen.config import OutputConfig
 from pagedgen.data.discover import RUN_FOLDER_SUFFIX
-from pagedgen.data.files import FileLayer, is_temporary, temporary_path, write_error
+from pagedgen.data.files import (
+    TEMPORARY_PREFIX,
+    TEMPORARY_SUFFIX,
+    FileLayer,
+    is_temporary,
+    temporary_path,
+    write_error,
+)
 from pagedgen.data.lock import LOCK_NAME
 from pagedgen.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pagedgen.errors import UsageError
@@ -118,7 +127,7 @@ def part_number(path: Path) -> int:
 
 
 def prepare_output(config: OutputConfig, inputs: Iterable[Path] = ()) -> OutputLayout:
-    """Checks that the output can be written, without writing or removing anything.
+    """Checks that the output can be written, and leaves nothing behind.
 
     The layout has a manifest when there is a run to go on with: one that was not finished, or a finished one whose
     output is still there. inputs: the files that are read, none of which may be written over. Raises UsageError.
@@ -225,10 +234,28 @@ def _check_is_writable(layout: OutputLayout) -> None:
     if not folder.is_dir():
         raise UsageError(f"the output {layout.output} cannot be made, as {folder} is not a folder; choose another -o")
     # The run folder is made beside the output, so an existing output folder needs a writable parent too.
-    for needed in (folder, layout.output.parent if layout.output.is_dir() else folder):
+    beside = layout.output.parent if layout.output.is_dir() else folder
+    ours = (path for path in (layout.run_folder, layout.parts) if path.is_dir())
+    for needed in dict.fromkeys((folder, beside, *ours)):
         if not os.access(needed, os.W_OK | os.X_OK):
             reason = os.strerror(errno.EACCES).lower()
             raise UsageError(f"the output {layout.output} cannot be written ({needed}: {reason}); choose another -o")
+        _try_out(layout.output, needed)
+    with suppress(FileNotFoundError, NotADirectoryError):  # a name that is too long is not found to be missing
+        temporary_path(layout.output).lstat()
+
+
+def _try_out(output: Path, folder: Path) -> None:
+    """Make and remove a folder: a file system like /proc, or a full one, takes nothing whatever the permissions say."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix=TEMPORARY_SUFFIX, dir=folder))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        room = "make room there, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise UsageError(
+            f"the output {output} cannot be written (nothing can be made in {folder}: {reason}); {room}choose another "
+            "-o"
+        ) from error
 
 
 def _is_unfinished(path: Path) -> bool:
