@@ -1,6 +1,7 @@
 """The errors a user can cause. Each message is one sentence that names the file, row or flag and says what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from pagedgen.request import Status
 
@@ -15,6 +16,17 @@ class UsageError(PagedgenError):
     """The command, a flag, or a path given on the command line is wrong."""
 
     exit_code = 2
+
+
+@contextmanager
+def before_any_work() -> Iterator[None]:
+    """For what looks at the input or the model that a command names: where it cannot be used, the command is wrong."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except PagedgenError as error:
+        raise UsageError(str(error)) from error
 
 
 def listed(names: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from pagedgen.data.openai_format import openai_lines
 from pagedgen.data.readers import InputSource
 from pagedgen.data.schema import OutputColumns, TokenStrings
 from pagedgen.data.writer import ShardedWriter
-from pagedgen.errors import PagedgenError, RowError, UsageError
+from pagedgen.errors import PagedgenError, RowError, UsageError, before_any_work
 from pagedgen.interrupts import EXIT_CODE, Interrupts
 from pagedgen.job_setup import (
     check_against_vocabulary,
@@ -190,11 +190,15 @@ class _Job:
         """Load the model and check what only it can tell."""
         self._display.phase("loading the model")
         from pagedgen.engine import Engine  # torch and transformers are imported only now
+        from pagedgen.models.facts import quick_facts
         from pagedgen.models.loader import check_model, resolve_model
+        from pagedgen.planning.memory import check_early
 
-        with naming_paths():
+        with naming_paths(), before_any_work():
             source = resolve_model(self._config.engine.model)
-        check_model(source, self._config.engine.trust_remote_code)
+            check_model(source, self._config.engine.trust_remote_code)
+            if (facts := quick_facts(self._config.engine)) is not None:
+                check_early(self._config, facts)
         warn = self._display.warn
         engine = Engine(self._config.engine, on_phase=self._display.phase, on_step=self._on_step, on_note=warn)
         self._check_dtype(engine.info.dtype)
@@ -362,9 +366,9 @@ class _Job:
     def _identity(self) -> dict[str, Any]:
         from pagedgen.models.source import fetch, resolve_model
 
-        with naming_paths():
+        with naming_paths(), before_any_work():
             source = resolve_model(self._config.engine.model)
-        path = source.path if source.kind == "gguf" and source.path is not None else fetch(source)
+            path = source.path if source.kind == "gguf" and source.path is not None else fetch(source)
         return run_identity(self._config, fingerprint_model(path))
 
     def _manifest(self, engine: "Engine", defaults: SamplingParams, fingerprint: Mapping[str, Any]) -> Manifest:

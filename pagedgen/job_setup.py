@@ -15,7 +15,7 @@ from pagedgen.data.manifest import Manifest, unpack_schema
 from pagedgen.data.openai_batch import is_batch
 from pagedgen.data.readers import InputSource, open_bundled_prompts, open_input
 from pagedgen.data.schema import OutputColumns
-from pagedgen.errors import UsageError
+from pagedgen.errors import UsageError, before_any_work
 from pagedgen.params import defaults_from_generation_config
 from pagedgen.request import SamplingParams
 from pagedgen.text.prompts import require_prompt_column
@@ -32,7 +32,7 @@ def naming_paths() -> Iterator[None]:
 
 def open_rows(config: JobConfig, stdin: BinaryIO | None) -> InputSource:
     """The job's input, which has a column that can be its prompt. stdin: what the path `-` reads. Raises UsageError."""
-    with naming_paths():
+    with naming_paths(), before_any_work():
         source = open_bundled_prompts() if config.input.is_empty else open_input(config.input, stdin=stdin)
     if (names := source.columns.names) and not is_batch(names):  # there are none where no row can be read
         try:
@@ -46,7 +46,7 @@ def check_options(config: JobConfig) -> JobConfig:
     """The configuration with its beam options checked. Raises UsageError for what cannot work together."""
     n, max_seqs = defaults_from_generation_config({}, config.overrides).n, config.engine.max_seqs
     if n > max_seqs:
-        raise UsageError(f"--n is {n}, but only {max_seqs} sequences run at a time; lower it or raise --max-seqs.")
+        raise UsageError(f"-n is {n}, but only {max_seqs} sequences run at a time; lower it or raise --max-seqs.")
     if config.beam is None:
         return config
     try:

@@ -2,7 +2,7 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pagedgen.errors import PagedgenError, UsageError
 from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import build_batch
 from pagedgen.execution.failures import free_unused_memory, is_out_of_memory
-from pagedgen.execution.kv_cache import KVCache
+from pagedgen.execution.kv_cache import KVCache, LayerKV
 from pagedgen.execution.runner import PROMPT_LOGIT_ROWS, logit_rows_per_chunk
 from pagedgen.models.base import Model
 from pagedgen.step import SlotArrays, StepPlan
@@ -109,6 +109,18 @@ def check_tables(config: EngineConfig, max_model_len: int) -> None:
         )
 
 
+def bytes_per_block(config: EngineConfig, layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
+    """What a KV block takes. Raises UsageError when `kv_memory` does not hold one."""
+    per_block = KVCache.bytes_per_block(layers, config.block_size, dtype)
+    if config.kv_memory is not None and config.kv_memory < per_block:
+        raise UsageError(
+            f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
+            f"which takes {format_bytes(per_block)} for this model; raise --kv-memory, or lower --block-size"
+            f"{_at_most(config.kv_memory // (per_block // config.block_size))}"
+        )
+    return per_block
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """num_blocks: of the KV pool. activation_bytes, logits_bytes: the most that a step takes besides weights and KV."""
@@ -127,13 +139,7 @@ def size_pool(config: EngineConfig, model: Model, attention: AttentionBackend, m
     Raises UsageError when `kv_memory` is less than a block or more than there is, PagedgenError when no block fits.
     """
     spec = model.spec
-    per_block = KVCache.bytes_per_block(spec.layers, config.block_size, spec.dtype)
-    if config.kv_memory is not None and config.kv_memory < per_block:
-        raise UsageError(
-            f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
-            f"which takes {format_bytes(per_block)} for this model; raise --kv-memory, or lower --block-size"
-            f"{_at_most(config.kv_memory // (per_block // config.block_size))}"
-        )
+    per_block = bytes_per_block(config, spec.layers, spec.dtype)
     check_tables(config, max_model_len)
     logits = logits_bytes(config, spec.vocab_size)
     activations = measure_activations(config, model, attention, max_model_len)

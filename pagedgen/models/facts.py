@@ -96,6 +96,25 @@ def model_facts(config: EngineConfig) -> Iterator[ModelFacts]:
     yield _in_eight_bits(config, facts)
 
 
+def quick_facts(config: EngineConfig) -> ModelFacts | None:
+    """The facts of a model where they cost next to nothing: it has a native path, and if it is a GGUF file, it has been
+    converted already. Raises what `model_facts` raises."""
+    source = sources.resolve_model(config.model)
+    if source.kind == "gguf":
+        from pagedgen.models.gguf import find_converted
+
+        assert source.path is not None
+        is_quick = find_converted(source.path, config.dtype, resolve_device(config.device)) is not None
+    else:
+        folder = sources.fetch_config(source, config.trust_remote_code)
+        hf_config = sources.read_config(folder, source.name, config.trust_remote_code)
+        is_quick = not sources.needs_own_code(folder) and is_native(hf_config)
+    if not is_quick:
+        return None
+    with model_facts(config) as facts:
+        return facts
+
+
 def _in_eight_bits(config: EngineConfig, facts: ModelFacts) -> ModelFacts:
     """The facts with the layers' weights quantized, if they are to be; their scales are left out."""
     if not check_quantize(config, facts.device):

@@ -4,9 +4,7 @@ import json
 from typing import BinaryIO
 
 from pagedgen.config import JobConfig
-from pagedgen.planning.machine_readable import as_json
-from pagedgen.planning.plan import make_plan
-from pagedgen.planning.report import print_plan
+from pagedgen.job_setup import check_options, open_rows
 from pagedgen.process import collector_paused
 from pagedgen.standard_streams import printing, tell
 from pagedgen.stats.live import stdout_console
@@ -14,8 +12,14 @@ from pagedgen.stats.live import stdout_console
 
 def run_plan(config: JobConfig, stdin: BinaryIO | None, output_tokens: float | None, wants_json: bool) -> None:
     """Print the plan of a job to stdout. Raises what `make_plan` and `printing` raise."""
+    config = check_options(config)
+    source = open_rows(config, stdin)
     with collector_paused():
-        plan = make_plan(config, stdin, output_tokens=output_tokens, warn=_warn)
+        from pagedgen.planning.machine_readable import as_json  # torch and transformers are imported only now
+        from pagedgen.planning.plan import plan_rows
+        from pagedgen.planning.report import print_plan
+
+        plan = plan_rows(config, source, output_tokens=output_tokens, warn=_warn)
     with printing():
         if wants_json:
             print(json.dumps(as_json(plan), indent=2))

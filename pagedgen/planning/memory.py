@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from pagedgen.config import EngineConfig
+from pagedgen.config import EngineConfig, JobConfig
 from pagedgen.errors import PagedgenError, UsageError
-from pagedgen.execution.kv_cache import KVCache
-from pagedgen.execution.memory import available_memory, check_tables, logits_bytes, reserve_bytes
+from pagedgen.execution.memory import available_memory, bytes_per_block, check_tables, logits_bytes, reserve_bytes
+from pagedgen.job_setup import check_against_vocabulary
 from pagedgen.models.facts import ModelFacts
 from pagedgen.models.support import check_memory
+from pagedgen.params import defaults_from_generation_config
 from pagedgen.planning.profile import Profile
 from pagedgen.units import format_bytes
 
@@ -30,14 +31,16 @@ class PoolPlan:
     free_bytes: int
 
 
+def check_early(config: JobConfig, facts: ModelFacts) -> None:
+    """Raises UsageError for options that do not go with the model, before it is loaded."""
+    check_against_vocabulary(defaults_from_generation_config({}, config.overrides), config.overrides, facts.vocab_size)
+    bytes_per_block(config.engine, facts.layers, facts.dtype)
+    check_tables(config.engine, config.engine.max_model_len or facts.max_position)
+
+
 def plan_pool(config: EngineConfig, facts: ModelFacts, max_model_len: int, profile: Profile | None) -> PoolPlan:
     """Raises UsageError or PagedgenError for what cannot work, as loading the model would."""
-    per_block = KVCache.bytes_per_block(facts.layers, config.block_size, facts.dtype)
-    if config.kv_memory is not None and config.kv_memory < per_block:
-        raise UsageError(
-            f"--kv-memory {format_bytes(config.kv_memory)} is less than one KV block of {config.block_size} tokens, "
-            f"which takes {format_bytes(per_block)} for this model; raise --kv-memory or lower --block-size"
-        )
+    per_block = bytes_per_block(config, facts.layers, facts.dtype)
     check_tables(config, max_model_len)
     weights = facts.size.weight_bytes
     check_memory(facts.name, weights, facts.device, facts.dtype)

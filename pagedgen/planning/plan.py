@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 from pagedgen.admission import Admission, Limits
 from pagedgen.config import JobConfig
 from pagedgen.data.openai_batch import is_batch
+from pagedgen.data.readers import InputSource
+from pagedgen.errors import before_any_work
 from pagedgen.execution.attention import choose_backend
 from pagedgen.job_setup import check_against_vocabulary, check_options, naming_paths, open_rows
 from pagedgen.models.facts import ModelFacts, model_facts
@@ -140,7 +142,13 @@ def make_plan(
     UsageError for what the run itself would refuse.
     """
     config = check_options(config)
-    source = open_rows(config, stdin)
+    return plan_rows(config, open_rows(config, stdin), output_tokens=output_tokens, warn=warn)
+
+
+def plan_rows(
+    config: JobConfig, source: InputSource, *, output_tokens: float | None, warn: Callable[[str], None]
+) -> Plan:
+    """`make_plan` of a job whose options were checked and whose input is open."""
     with naming_paths():
         output = OutputSize(config, source)
         key = plan_key(config, source)
@@ -171,7 +179,9 @@ class _Setup:
 @contextlib.contextmanager
 def _setup(config: JobConfig, warn: Callable[[str], None]) -> Iterator[_Setup]:
     engine = config.engine
-    with model_facts(engine) as facts:
+    with contextlib.ExitStack() as stack:
+        with before_any_work():
+            facts = stack.enter_context(model_facts(engine))
         attention = choose_backend(facts.device)
         if attention.note is not None:
             warn(attention.note)
