@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pagedgen.beam_params import validate_beam
 from pagedgen.config import EngineConfig
 from pagedgen.errors import RowError
-from pagedgen.params import validate_params
+from pagedgen.params import flag_of, validate_params
 from pagedgen.request import BeamParams, Request, SamplingParams, Status
 from pagedgen.scheduling.beam import BeamSearch
 from pagedgen.scheduling.sequence import Sequence, SequenceGroup, random_key
@@ -152,7 +152,7 @@ class Admission:
             pool, need = limits.num_blocks * limits.bytes_per_block, needed * limits.bytes_per_block
             most = room + 1 - length
             fits = f"lower --max-tokens to {most}" if most > 0 else "shorten the prompt and lower --max-tokens"
-            fewer = "" if width == 1 else f", lower --{option}"
+            fewer = "" if width == 1 else f", lower {flag_of(option)}"
             raise RowError(
                 Status.UNFIT,
                 f"{length} prompt tokens and up to {max_total - length} new ones{several} need "
@@ -191,7 +191,7 @@ class Admission:
         if how == "error":
             raise RowError(
                 Status.TOO_LONG,
-                f"the prompt has {len(token_ids)} tokens, but with one new token at most {longest} fit; "
+                f"the prompt has {len(token_ids)} tokens, but at most {longest - 1} fit beside one new token; "
                 f"shorten it{raise_it}, or pass --on-too-long truncate-left",
             )
         keep = max(longest - (params.max_tokens or 1), longest // 2)

@@ -27,6 +27,11 @@ _MOST_ADDED, _LEAST_FACTOR, _MOST_FACTOR = 1e9, 1e-6, 1e6
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
+def flag_of(name: str) -> str:
+    """What the command line calls an option."""
+    return "-n" if name == "n" else "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One generation option.
@@ -40,7 +45,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
 
 def _real(value: object) -> float:
@@ -265,7 +270,7 @@ def defaults_from_generation_config(
     except ValueError as error:
         raise PagedgenError(f"The model's generation_config.json cannot be used: {error}.") from None
     try:
-        return _apply(overrides, params, spell=lambda name: "--" + name.replace("_", "-"))
+        return _apply(overrides, params, spell=flag_of)
     except ValueError as error:
         raise UsageError(f"{error}.") from None
 

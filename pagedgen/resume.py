@@ -13,6 +13,7 @@ from pagedgen.data.layout import OutputLayout
 from pagedgen.data.manifest import Manifest
 from pagedgen.data.readers import InputSource
 from pagedgen.errors import UsageError
+from pagedgen.params import flag_of
 
 # What an engine's configuration has that changes results and is no matter of where and how fast they are computed.
 _ENGINE_SETTINGS = ("dtype", "quantize", "max_model_len", "on_too_long")
@@ -80,7 +81,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         elif name == "command":
             found.append(f"it was pagedgen {before}")
         else:
-            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
+            flag = flag_of(_FLAGS.get(name, name))
             found.append(f"{flag} {'was not given' if before is None else f'was {_show(before)}'}, now {_now(now)}")
     return found
 

@@ -178,6 +178,14 @@ def test_a_converted_model_starts_without_the_modules_of_its_architecture(tmp_pa
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_checkpoint(tmp_path, "llama"), "llama")
+    for cache in ("/dev/null", "/proc"):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        with pytest.raises(PagedgenError, match=rf"{cache}/pagedgen/models \([^)]*\); set XDG_CACHE_HOME to a folder"):
+            load(path)
+
+
 def test_an_interrupted_conversion_leaves_nothing_behind(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +196,7 @@ def test_an_interrupted_conversion_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pagedgen_gguf, "_write_weights", full)
-    with pytest.raises(PagedgenError, match=r"No space left on device.*XDG_CACHE_HOME"):
+    with pytest.raises(PagedgenError, match=r"No space left on device.*free space there, or set XDG_CACHE_HOME"):
         load(path)
     assert [entry.name for entry in cache.iterdir() if entry.is_dir()] == ["index"]
     monkeypatch.setattr(pagedgen_gguf, "_write_weights", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

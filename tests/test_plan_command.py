@@ -221,7 +221,7 @@ def test_columns_without_a_prompt_are_named_with_their_file(command, model, fold
         (("--keep", "nope"), "--keep names 'nope', which the input does not have"),
         (("--format", "openai"), "--format openai is for JSON lines"),
         (("--return", "9", "--width", "2"), "--return is 9"),
-        (("--width", "2", "-n", "3"), "a beam search has no --n; leave it out, or leave --width out"),
+        (("--width", "2", "-n", "3"), "a beam search has no -n; leave it out, or leave --width out"),
         (
             ("--width", "2", "--temperature", "1", "--seed", "0"),
             "a beam search has no --temperature, --seed; leave them",

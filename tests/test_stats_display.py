@@ -220,6 +220,14 @@ def test_the_pool_is_split_without_a_rest(sample: StepSample) -> None:
     assert sum(slots) == sample.total_blocks * sample.block_size
 
 
+def test_a_closed_stdout_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = make_console()
+    monkeypatch.setattr(sys, "stdout", None)
+    with LiveDisplay(make_stats(Clock()), console=console) as display:
+        display.warn("careful")
+    assert "careful" in printed(console)
+
+
 def test_parts_differ_without_colour() -> None:
     assert len(set(Glyphs.of(make_console(no_color=True)).pool)) == 4
     assert len(set(Glyphs.of(make_console(terminal=False)).pool)) == 4

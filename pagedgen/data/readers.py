@@ -210,25 +210,25 @@ class _Stream:
 
 def _open_stream(file: BinaryIO, name: str, description: str) -> InputSource:
     stream = buffered(file)
-    skip_byte_order_mark(stream, name)
+    skip_byte_order_mark(stream, description)
     lines = numbered_lines(stream)
     first = next(lines, None)
     if first is None:
-        raise UsageError(f"{name} is empty; give at least one prompt")
+        raise UsageError(f"{description} is empty; give at least one prompt")
     if (first[1] or b"").startswith(COMPRESSED):
-        raise UsageError(f"{name} is compressed; decompress it on the way, like `zcat FILE.gz | pagedgen run`")
+        raise UsageError(f"{description} is compressed; decompress it on the way, like `zcat FILE.gz | pagedgen run`")
     start = (first[1] or b"").lstrip()
     lines = itertools.chain([first], lines)
     if start == b"{" or re.match(rb"\[\s*(\{|$)", start):
         # A document and not lines: put the first line back in front.
         document = buffered(_Prefixed(start + b"\n", stream))
-        source = _Stream(name, "item", document_rows(document, name))
+        source = _Stream(name, "item", document_rows(document, description))
     elif start.startswith(b'{"') or parse_object(start.decode("utf-8", "replace"))[1] is None:
         source = _Stream(name, "line", json_rows(lines))
     else:
         source = _Stream(name, "line", text_rows(lines))
     if source.total == 0:
-        raise UsageError(f"{name} has no rows; give at least one prompt")
+        raise UsageError(f"{description} has no rows; give at least one prompt")
     return InputSource([source], source.columns(), stem=Path(name).stem, description=description)
 
 

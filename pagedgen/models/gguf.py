@@ -1,5 +1,6 @@
 """GGUF files of the Llama family, converted once into a folder of safetensors that loads like any other model."""
 
+import errno
 import hashlib
 import json
 import os
@@ -67,9 +68,10 @@ def convert_gguf(path: Path, dtype: torch.dtype) -> Path:
                 unfinished.rename(folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise PagedgenError(
-            f"{path} cannot be converted into the cache folder {folder.parent} ({error.strerror or error}); free space "
-            "there, or set XDG_CACHE_HOME to another folder"
+            f"{path} cannot be converted into the cache folder {folder.parent} ({error.strerror or error}); "
+            f"{'free space there, or ' if is_full else ''}set XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return folder
 

@@ -245,13 +245,19 @@ class PromptRenderer:
         return _cut(texts, length - most, from_left=self._on_too_long == "truncate-left")
 
     def _token_ids(self, value: object, record: PromptRecord) -> tuple[int, ...]:
+        given = value
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError):  # no JSON, thousands of digits, or nested too deeply
                 value = None
         if not isinstance(value, list | tuple) or not value:
-            raise RowError(Status.BAD_ROW, f"{record.where}: prompt_token_ids must be a list of token ids, not empty")
+            what = f"the text {reprlib.repr(given)}" if isinstance(given, str) else reprlib.repr(given)
+            raise RowError(
+                Status.BAD_ROW,
+                f"{record.where}: prompt_token_ids is {what}, but it must be a list of token ids with at least one, "
+                "like [1, 2]",
+            )
         limit = self._tokenizer.vocab_size
         if _INTEGERS.issuperset(map(type, value)) and min(value) >= 0 and max(value) < limit:
             return tuple(value)
