@@ -48,4 +48,4 @@ def test_what_an_unfit_row_is_advised_to_do_works(length, max_tokens, width, sea
         assert admit(LIMITS, length, int(lower[1]), n, beam)
         with pytest.raises(RowError):
             admit(LIMITS, length, int(lower[1]) + 1, n, beam)
-    assert (f"lower --{'width' if searches else 'n'}" in message) == (width > 1)
+    assert (f"lower {'--width' if searches else '-n'}" in message) == (width > 1)
