@@ -131,15 +131,20 @@ def _session(model: Any, bench: Bench, attention: str) -> Any:
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    options: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 256} if bench.setting.tiny else {}
-    if attention == "sdpa" and "auto_switch_to_flash" in {field.name for field in fields(ContinuousBatchingConfig)}:
-        options["auto_switch_to_flash"] = False
     return model.continuous_batching_context_manager(
         GenerationConfig(eos_token_id=-1, pad_token_id=0, do_sample=False, max_new_tokens=bench.output),
-        continuous_batching_config=ContinuousBatchingConfig(allow_block_sharing=False, **options),
+        continuous_batching_config=batching_config(ContinuousBatchingConfig, attention, bench.setting.tiny),
         workload_hints=WorkloadHints(bench.prompt, bench.output, bench.requests),
         timeout=10,
     )
+
+
+def batching_config(kind: Any, attention: str, tiny: bool) -> Any:
+    """kind: the class of the settings. Later versions take flash attention for sdpa where it is installed."""
+    options: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 256} if tiny else {}
+    if attention == "sdpa" and "auto_switch_to_flash" in {field.name for field in fields(kind)}:
+        options["auto_switch_to_flash"] = False
+    return kind(allow_block_sharing=False, **options)
 
 
 def _results(manager: Any, count: int) -> Iterable[Any]:

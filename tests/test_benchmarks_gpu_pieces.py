@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from fake_cuda import Cuda
 from pagedgen_kernels import reference
 
@@ -172,18 +171,11 @@ def test_transformers_gets_as_many_requests_however_slow_it_is(
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
 @pytest.mark.parametrize("newer", [True, False])
-def test_sdpa_stays_sdpa(attention: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From some version on, transformers takes flash attention for sdpa where it is installed."""
+def test_sdpa_stays_sdpa(attention: str, newer: bool) -> None:
     added: list[Any] = [("auto_switch_to_flash", bool, True)] if newer else []
-    config = make_dataclass("Config", [("allow_block_sharing", bool), *added])
-    monkeypatch.setattr(transformers, "ContinuousBatchingConfig", config)
-    sessions: list[Any] = []
-    model = SimpleNamespace(
-        continuous_batching_context_manager=lambda *_, **options: sessions.append(options["continuous_batching_config"])
-    )
-    gpu_throughput._session(model, gpu_throughput.Bench(Setting()), attention)
-    expected = {"allow_block_sharing": False}
-    assert asdict(sessions[0]) == expected | ({"auto_switch_to_flash": attention != "sdpa"} if newer else {})
+    kind = make_dataclass("Config", [("allow_block_sharing", bool), *added])
+    expected = {"allow_block_sharing": False} | ({"auto_switch_to_flash": attention != "sdpa"} if newer else {})
+    assert asdict(gpu_throughput.batching_config(kind, attention, tiny=False)) == expected
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:

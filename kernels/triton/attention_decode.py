@@ -77,8 +77,7 @@ def decode_kernel(
     stop = tl.minimum(end * TILE, seen)
 
     rows = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
-    used = rows < GROUP
-    heads = kv_head * GROUP + rows
+    used, heads = rows < GROUP, kv_head * GROUP + rows
     query += token.to(tl.int64) * token_stride
     q = load_rows(query + heads.to(tl.int64) * head_stride, used, KEY_DIM, KEY_PADDED)
     table = block_tables + sequence.to(tl.int64) * table_stride
