@@ -3,6 +3,7 @@ from a folder beside the checkout where there is one."""
 
 import json
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from pagedgen.process import limit_spinning
 
 limit_spinning()  # before torch is loaded
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is; see triton_interpreter.py
+
+# A shell lets what it starts in the background ignore SIGINT, and with it the commands that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Which run was the latest, plans and profiles: those of whoever runs the tests stay as they are.
 STATE = tempfile.TemporaryDirectory(prefix="pagedgen-state-", ignore_cleanup_errors=True)

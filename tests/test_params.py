@@ -16,6 +16,7 @@ from pagedgen.params import (
     MOST_LOGPROBS,
     OPTIONS,
     defaults_from_generation_config,
+    flag_of,
     merge_eos_token_ids,
     resolve_params,
     unsupported_in_generation_config,
@@ -147,7 +148,7 @@ def test_bad_values_name_row_option_value_and_range(name: str, value: Any) -> No
         assert value in caught.value.message
     with pytest.raises(ValueError, match=f"^{name} is "):
         validate_params(SamplingParams(**{name: value}))
-    with pytest.raises(UsageError, match="^--" + name.replace("_", "-")):
+    with pytest.raises(UsageError, match=f"^{flag_of(name)} is "):
         defaults_from_generation_config({}, {name: value})
 
 
