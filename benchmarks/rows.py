@@ -54,6 +54,9 @@ def model_that_costs_nothing(vocab_size: int | None) -> Iterator[None]:
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
             return self._logits[: len(hidden)]
 
+        def likeliest(self, hidden: torch.Tensor) -> None:
+            pass
+
     def load(config: EngineConfig) -> Any:
         loaded = load_model(config)
         spec = replace(loaded.model.spec, layers=(LayerKV(1, 8, 8),), dtype=torch.float32)

@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from pagedgen_kernels import reference
 from pagedgen_kernels.cpu.linear import PackedLinear, tiles_fit
 
 
@@ -133,6 +134,77 @@ def test_tiles_write_and_read_nothing_outside() -> None:
     memory = torch.full((20, 64), float("nan"), dtype=torch.bfloat16)
     memory[:17] = bf16(17, 64, seed=1)
     assert layer(memory[:17]).isfinite().all()
+
+
+@needs_tiles
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 31, 32, 33, 100, 3333])
+@pytest.mark.parametrize("bias", [False, True])
+def test_argmax_is_that_of_the_layer_s_results(columns: int, bias: bool) -> None:
+    """Bit for bit, so with the rounding of the results; rows apart in memory, with NaN and infinities in some."""
+    offset = bf16(columns, seed=1) if bias else None
+    layer = PackedLinear(bf16(columns, 64), offset)
+    assert layer.has_argmax
+    for rows in (0, 1, 15, 16, 17, 31, 32, 33, 100):
+        x = bf16(rows, 72, seed=2)[:, 8:]
+        x[2::7], x[3::7], x[4::7], x[5::7] = torch.nan, -torch.tensor(torch.nan), torch.inf, 0
+        found = layer.argmax(x)
+        assert found.dtype == torch.int64
+        assert found.tolist() == (reference.greedy_argmax(layer(x)).tolist() if rows else [])
+
+
+@needs_tiles
+def test_argmax_is_the_first_of_equals() -> None:
+    """In whichever halves, panels and tasks they are; zeros of both signs are equal, and -inf is nothing."""
+    weight = torch.zeros(5000, 32)
+    for row, columns in enumerate([(4, 5), (15, 16), (31, 32), (40, 4000), (4000, 4999), (6, 38), (7, 22)]):
+        weight[list(columns), row] = 3
+    x = torch.eye(32)
+    x[8], x[9] = -torch.inf, torch.inf
+    weight[:, 8] = 1
+    x[8, :8] = x[8, 9:] = x[9, :8] = x[9, 9:] = 1
+    layer = PackedLinear(weight.bfloat16())
+    expected = [4, 15, 31, 40, 4000, 6, 7, 0, -1, 0]
+    x[7, 7] = -0.0
+    assert layer.argmax(x[:10].bfloat16()).tolist() == expected
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    ("bias", "expected"),
+    [
+        ([-(2.0**-130), 0.0, 0.0], 0),  # rounded to -0
+        ([0.0, torch.nan, 1.0], -1),
+        ([0.0, -torch.nan, 1.0], -1),
+        ([0.0, 1.0, torch.inf], 2),
+        ([-torch.inf, -1.0, -torch.inf], 1),
+    ],
+)
+def test_argmax_of_what_is_in_one_column(bias: list[float], expected: int) -> None:
+    offset = torch.tensor(bias).bfloat16()
+    layer = PackedLinear(torch.zeros(3, 32).bfloat16(), offset)
+    x = torch.zeros(1, 32).bfloat16()
+    assert layer.argmax(x).tolist() == reference.greedy_argmax(layer(x)).tolist() == [expected]
+
+
+@needs_tiles
+def test_argmax_in_several_chunks_and_with_any_number_of_threads() -> None:
+    layer = PackedLinear(bf16(200, 4096))
+    x = bf16(1500, 4096, seed=1)
+    expected = reference.greedy_argmax(layer(x)).tolist()
+    threads = torch.get_num_threads()
+    for count in (threads, 1, 3):
+        torch.set_num_threads(count)
+        try:
+            assert layer.argmax(x).tolist() == expected
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_only_layers_in_tiles_without_gates_have_argmax() -> None:
+    assert PackedLinear(bf16(64, 64)).has_argmax == HAS_TILES
+    assert not PackedLinear(bf16(64, 64), gated=True).has_argmax
+    assert not PackedLinear(bf16(64, 33)).has_argmax
+    assert not PackedLinear(bf16(64, 64).float()).has_argmax
 
 
 def test_inner_sizes_that_do_not_fill_the_tiles_go_another_way() -> None:

@@ -23,6 +23,7 @@ class FixedModel:
         self.spec = SimpleNamespace(vocab_size=VOCAB_SIZE)
         self.table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
         self.chunks = []
+        self.knows_likeliest, self.asked = False, 0
 
     def forward(self, batch, kv_cache, attention):
         return self.table[batch.input_ids[batch.logit_rows]]
@@ -30,6 +31,10 @@ class FixedModel:
     def logits(self, hidden):
         self.chunks.append(len(hidden))
         return hidden.clone()
+
+    def likeliest(self, hidden):
+        self.asked += 1
+        return reference.greedy_argmax(hidden) if self.knows_likeliest else None
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(100, [6, 3]), (6, [6, 3]), (4, [4, 2, 3]), (1, [1] * 9)])
@@ -77,3 +82,43 @@ def test_chunks_of_rows_change_nothing(rows, chunks, monkeypatch):
         assert parts.beams[slot].logprobs.tolist() == whole.beams[slot].logprobs.tolist()
     assert parts.beams.keys() == {0, 4}
     assert all(seconds >= 0 for seconds in parts.seconds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asks", "asked"),
+    [
+        ({}, {}, 1),
+        ({"temperature": [0, 0, 1]}, {}, 1),  # of the one that is not sampled
+        ({"temperature": [0, 1, 0]}, {}, 0),
+        ({"presence_penalty": [0, 2, 0]}, {}, 0),
+        ({}, {"logprobs": {1: 2}}, 0),
+        ({}, {"banned": {0: (8, 9)}}, 0),
+        ({}, {"biases": {0: {7: 2.0}}}, 0),
+        ({}, {"beams": {0: 2}}, 0),
+        ({}, {"extra_keys": {1: np.arange(2, dtype=np.uint64)}}, 0),
+    ],
+)
+def test_a_model_is_asked_for_the_likeliest_tokens_where_nothing_else_is_wanted(settings, asks, asked):
+    state = make_state(
+        3,
+        token_ids=[[slot + 5, slot + 30, slot + 60] for slot in range(3)],
+        num_prompt=3,
+        **({"temperature": 0} | settings),
+    )
+    plan = make_plan(np.arange(3, dtype=np.int32), **asks)
+    plan = replace(
+        plan, starts=np.zeros(3, np.int32), counts=np.full(3, 3, np.int32), samples=np.array([True, True, False])
+    )
+
+    def execute(knows):
+        model = FixedModel()
+        model.knows_likeliest = knows
+        cache = SimpleNamespace(device=torch.device("cpu"), pools={})
+        found = ModelRunner(model, cache, SimpleNamespace(kernels=reference)).execute(plan, state)
+        assert model.asked == asked
+        assert len(model.chunks) == (0 if knows and asked else 1)
+        return found
+
+    found, expected = execute(True), execute(False)
+    assert found.slots.tolist() == expected.slots.tolist() == [0, 1]
+    assert found.tokens.tolist() == expected.tokens.tolist()

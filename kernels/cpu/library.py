@@ -124,6 +124,7 @@ class Library:
         self.gate_mul = self._function("pg_gate_mul", c_int, c_int, pointer, size, pointer, size, c_int, c_int)
         self.rotary_write_kv = self._function("pg_rotary_write_kv", ctypes.POINTER(RotaryArgs))
         self.gemm = self._function("pg_gemm", ctypes.POINTER(GemmArgs))
+        self.gemm_argmax = self._function("pg_gemm_argmax", ctypes.POINTER(GemmArgs))
         self.pack_panels = self._function("pg_pack_panels", pointer, size, size, c_int, pointer, c_int)
         self.decoder = self._function("pg_decoder", pointer)
         self.decoder_workspace = self._library.pg_decoder_workspace

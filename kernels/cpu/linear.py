@@ -57,6 +57,21 @@ class PackedLinear:
         return silu_mul(out.flatten(0, -2)).view(*x.shape[:-1], -1) if self._gated else out
 
     @property
+    def has_argmax(self) -> bool:
+        """Whether `argmax` can be called: of a layer of kind "tiles" that is not gated."""
+        return self.kind == "tiles" and not self._gated
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """int64 [T]: `reference.greedy_argmax` of what this layer gives for x [T, in], none of which is kept."""
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        if len(out):
+            library = load()
+            assert isinstance(library, Library)
+            library.gemm_argmax(_arguments(x, self._weight, out, self._out_features, self._bias))
+        return out
+
+    @property
     def tiles(self) -> tuple[int, int | None, None, int, int, int, bool]:
         """Of a layer of kind "tiles": where its panels and its bias lie, then no scales, columns, inner dimension, bits
         of a weight, and whether it is gated."""
@@ -77,28 +92,38 @@ def gemm(
     scales: of int8, float32, for each column and each row."""
     library = load()
     assert isinstance(library, Library)
+    out = torch.empty(x.shape[0], columns // 2 if gated else columns, dtype=torch.bfloat16)
+    library.gemm(_arguments(x, panels, out, columns, bias, gated, scales))
+    return out
+
+
+def _arguments(
+    x: Tensor,
+    panels: Tensor,
+    out: Tensor,
+    columns: int,
+    bias: Tensor | None,
+    gated: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> GemmArgs:
     if x.dtype is not panels.dtype:
         raise RuntimeError(f"the input of a layer of {panels.dtype} is {x.dtype}")
-    out = torch.empty(x.shape[0], columns // 2 if gated else columns, dtype=torch.bfloat16)
-    library.gemm(
-        GemmArgs(
-            x.data_ptr(),
-            panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if scales is None else scales[0].data_ptr(),
-            None if scales is None else scales[1].data_ptr(),
-            out.data_ptr(),
-            x.stride(0),
-            out.stride(0),
-            x.shape[0],
-            columns,
-            x.shape[1],
-            8 * x.element_size(),
-            gated,
-            torch.get_num_threads(),
-        )
+    return GemmArgs(
+        x.data_ptr(),
+        panels.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if scales is None else scales[0].data_ptr(),
+        None if scales is None else scales[1].data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        out.stride(0),
+        x.shape[0],
+        columns,
+        x.shape[1],
+        8 * x.element_size(),
+        gated,
+        torch.get_num_threads(),
     )
-    return out
 
 
 def pack_panels(weight: Tensor) -> Tensor:

@@ -107,14 +107,28 @@ class ModelRunner:
     def _sample(self, hidden: torch.Tensor, plan: StepPlan, state: SlotArrays, clock: "_Clock") -> list[PendingSample]:
         """hidden: [R, ...] of the sequences that are sampled."""
         slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        tokens = self.model.likeliest(hidden) if len(slots) and is_greedy(plan, state) else None
+        if tokens is not None:
+            return [self._entered(PendingSample.of_tokens(plan, tokens), plan)]
         samples: list[PendingSample] = []
         for rows, logits in self._logits(hidden, logit_rows_per_chunk(self.model.spec.vocab_size)):
             before = time.perf_counter()
-            samples.append(self.sampler.sample(logits, slots[rows], lengths[rows], plan, state))
-            if self.device_state is not None:
-                _enter(self.device_state, samples[-1], plan)
+            sample = self.sampler.sample(logits, slots[rows], lengths[rows], plan, state)
+            samples.append(self._entered(sample, plan))
             clock.sampling += time.perf_counter() - before
         return samples
+
+    def _entered(self, sample: PendingSample, plan: StepPlan) -> PendingSample:
+        """The sample, once the device goes on with what it drew."""
+        if self.device_state is None:
+            return sample
+        drawing = ~having(sample.slots, plan.beams)
+        if drawing.all():
+            self.device_state.enter(sample.slots, sample.tokens)
+        elif drawing.any():
+            rows = to_device(np.flatnonzero(drawing), sample.tokens.device)
+            self.device_state.enter(sample.slots[drawing], sample.tokens[rows])
+        return sample
 
     def _logits(self, hidden: torch.Tensor, size: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The logits of `size` rows of hidden states at a time, and which rows they are."""
@@ -183,14 +197,9 @@ def is_plain(plan: StepPlan, state: SlotArrays) -> bool:
     return not any(asks) and not edited(plan.slots, plan, state).any()
 
 
-def _enter(device_state: DeviceState, sample: PendingSample, plan: StepPlan) -> None:
-    """Let the device go on with what it drew."""
-    drawing = ~having(sample.slots, plan.beams)
-    if drawing.all():
-        device_state.enter(sample.slots, sample.tokens)
-    elif drawing.any():
-        rows = to_device(np.flatnonzero(drawing), sample.tokens.device)
-        device_state.enter(sample.slots[drawing], sample.tokens[rows])
+def is_greedy(plan: StepPlan, state: SlotArrays) -> bool:
+    """Whether each sequence that is sampled asks for the likeliest token and nothing else."""
+    return is_plain(plan, state) and bool((state.temperature[plan.slots[plan.samples]] <= 0).all())
 
 
 def _result(

@@ -52,8 +52,8 @@ class PendingSample:
 
     @staticmethod
     def of_tokens(plan: StepPlan, tokens: torch.Tensor) -> "PendingSample":
-        """One token for each sequence of the step, and nothing else."""
-        return PendingSample(plan.slots, plan, tokens, to_host(tokens), None, [])
+        """One token for each sequence of the step that is sampled, and nothing else."""
+        return PendingSample(plan.slots[plan.samples], plan, tokens, to_host(tokens), None, [])
 
     def result(self) -> Sampled:
         """Once the device has come so far: all there is."""

@@ -44,3 +44,7 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, ...] as `forward` returned it (or some of its rows) -> [R, vocab_size]."""
         ...
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """int64 [R]: what `kernels.greedy_argmax` finds in the logits, where a model can tell without making them."""
+        ...

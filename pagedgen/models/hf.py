@@ -77,6 +77,9 @@ class HookModel:
         """The rows as they are."""
         return hidden
 
+    def likeliest(self, hidden: torch.Tensor) -> None:
+        """The logits are there already."""
+
     def _run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:

@@ -37,6 +37,14 @@ def make_linear(
     return (lambda x: kernels.silu_mul(plain(x))) if gated else plain
 
 
+def argmax_of(linear: Linear) -> Linear | None:
+    """A function of x [T, in] that gives int64 [T], `kernels.greedy_argmax` of what the layer gives, for a layer that
+    finds it without keeping what it computes."""
+    from pagedgen_kernels.cpu.linear import PackedLinear
+
+    return linear.argmax if isinstance(linear, PackedLinear) and linear.has_argmax else None
+
+
 class PackedModule(nn.Module):
     """Takes the place of a linear layer in a `transformers` model, over a repacked weight.
 

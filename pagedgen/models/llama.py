@@ -17,7 +17,7 @@ from pagedgen.execution.attention import AttentionBackend
 from pagedgen.execution.batch import ForwardBatch
 from pagedgen.execution.kv_cache import KVCache, LayerKV
 from pagedgen.models.base import ModelSpec
-from pagedgen.models.linear import Linear, linear_bytes, make_linear
+from pagedgen.models.linear import Linear, argmax_of, linear_bytes, make_linear
 from pagedgen.models.rope import RotaryEmbedding
 from pagedgen.models.smoothing import LayerParts, LayerRanges, Projection, RangeRecorder, smooth
 from pagedgen.models.weights import Checkpoint
@@ -79,6 +79,7 @@ class LlamaModel:
         self._layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), loader.tensor("model.norm.weight"))
         self._head = loader.head(self._embedding)
+        self._head_argmax = argmax_of(self._head)
         self._rope = RotaryEmbedding(config, device, dtype)
         self._decoder: _KeptDecoder | None = None
         self.spec = ModelSpec(
@@ -170,6 +171,10 @@ class LlamaModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size], in the model's dtype."""
         return self._head(hidden)
+
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[R, hidden_size] -> int64 [R], or None where the head has no kernel for it."""
+        return None if self._head_argmax is None else self._head_argmax(hidden)
 
     def _attend(
         self,
