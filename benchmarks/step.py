@@ -1,7 +1,7 @@
 """Where the time of a decoding step goes, beside what the same matrix products and the same reads of memory take alone.
 
 A batch of sequences decodes in the engine; the calls of its model's layers, of the kernels and of the sampler are timed
-one by one. Then, in the same process: the matrix products of a step, each by itself and by the faster of our kernel and
+one by one. In the same process: the matrix products of a step, each by itself and by the faster of our kernel and
 oneDNN, and a plain read of as many bytes in a row as the step reads of keys and values. Their sum is the roofline.
 """
 
@@ -10,7 +10,7 @@ import ctypes
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,8 @@ def instrument(engine: "Engine") -> Timers:
     kernels: ModuleType = wrapped  # type: ignore[assignment]
     runner.sampler.kernels = kernels
     model._head = timers.wrap("head", model._head)
+    if model._head_argmax is not None:
+        model._head_argmax = timers.wrap("head", model._head_argmax)
     if decoder is None:
         runner.attention = replace(attention, kernels=kernels)
         model._layers = tuple(
@@ -127,7 +129,7 @@ def alone(engine: "Engine", sequences: int, kv_bytes: float) -> dict[str, float]
     import torch
 
     model: Any = engine.model
-    layer, count = model._layers[0], len(model._layers)
+    layer = model._layers[0]
     vocab_size, hidden = model._embedding.shape
     heads = model._num_heads * model._head_dim
     found: dict[str, float] = {}
@@ -135,27 +137,32 @@ def alone(engine: "Engine", sequences: int, kv_bytes: float) -> dict[str, float]
         narrow = torch.randn(sequences, hidden, dtype=engine.spec.dtype)
         inner = layer.gate_up(narrow).shape[1]
         shapes = {
-            "qkv": (layer.qkv(narrow).shape[1], hidden, count),
-            "output": (hidden, heads, count),
-            "gate_up": (2 * inner, hidden, count),
-            "down": (hidden, inner, count),
-            "head": (vocab_size, hidden, 1),
+            "qkv": (layer.qkv(narrow).shape[1], hidden),
+            "output": (hidden, heads),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
         }
-        for name, (outputs, inputs, layers) in shapes.items():
-            found[name] = fastest_product(sequences, outputs, inputs, layers, engine.spec.dtype)
+        for name, (outputs, inputs) in shapes.items():
+            ours = [getattr(layer, name) for layer in model._layers]
+            found[name] = fastest_product(sequences, outputs, inputs, ours, engine.spec.dtype)
+        heads_of = [head for head in (model._head, model._head_argmax) if head is not None]
+        found["head"] = min(fastest_product(sequences, vocab_size, hidden, [h], engine.spec.dtype) for h in heads_of)
         memory = torch.ones(int(kv_bytes) // 8, dtype=torch.int64)
         found["reading KV"] = fastest(memory.sum)
     return found
 
 
-def fastest_product(rows: int, outputs: int, inputs: int, layers: int, dtype: "torch.dtype") -> float:
-    """Milliseconds for all of the layers, each with a weight of its own, which is read anew as in a step."""
+def fastest_product(
+    rows: int, outputs: int, inputs: int, ours: Sequence[Callable[["torch.Tensor"], object]], dtype: "torch.dtype"
+) -> float:
+    """Milliseconds for all of the layers, each with a weight of its own, which is read anew as in a step.
+
+    ours: those of the model itself, because how fast a weight is read depends on where it lies.
+    """
     import torch
-    from pagedgen_kernels.cpu.linear import PackedLinear
 
     x = torch.randn(rows, inputs, dtype=dtype)
-    weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(layers)]
-    ours = [PackedLinear(weight) for weight in weights]
+    weights = (torch.randn(outputs, inputs, dtype=dtype) for _ in ours)
     others = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
     multiply = torch.ops.mkldnn._linear_pointwise
 
