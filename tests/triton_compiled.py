@@ -22,7 +22,7 @@ the packages in the usual one:
 
     python -m venv t36 && t36/bin/pip install --no-deps triton==3.6.0
     echo <site-packages of the usual environment> > t36/lib/python3.11/site-packages/base.pth
-    t36/bin/python -m pytest tests/test_triton_*.py
+    t36/bin/pip install --no-deps -e . && t36/bin/python -m pytest tests/test_triton_*.py
 """
 
 import json
