@@ -41,6 +41,8 @@ def paged_attention(
 ) -> Tensor:
     """As in `reference`. In a decoding step a query of no sequence, and one that sees no key, gives zeros; in other
     steps the rows of queries of no sequence are left as they are."""
+    if query.shape[1] * query.stride(1) >= 1 << 31:  # the kernels offset heads in 32 bits: in 64 they spill registers
+        query = query.contiguous()
     tensors = (query, key_cache, value_cache, block_tables, context_lens, query_start, sinks)
     if not _is_covered(*tensors):
         return reference.paged_attention(

@@ -78,8 +78,7 @@ def decode_kernel(
 
     rows = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     used, heads = rows < GROUP, kv_head * GROUP + rows
-    query += token.to(tl.int64) * token_stride
-    q = load_rows(query + heads.to(tl.int64) * head_stride, used, KEY_DIM, KEY_PADDED)
+    q = load_rows(query + token.to(tl.int64) * token_stride + heads * head_stride, used, KEY_DIM, KEY_PADDED)
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys, values = key_cache + kv_head * (BLOCK_SIZE * KEY_DIM), value_cache + kv_head * (BLOCK_SIZE * VALUE_DIM)
     column = tl.arange(0, TILE)

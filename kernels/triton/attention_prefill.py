@@ -138,7 +138,7 @@ def prefill_kernel(
         used = members < GROUP
     heads = kv_head * GROUP + members
     tokens = (begin + queries).to(tl.int64)
-    q = load_rows(query + tokens * token_stride + heads.to(tl.int64) * head_stride, used, KEY_DIM, KEY_PADDED)
+    q = load_rows(query + tokens * token_stride + heads * head_stride, used, KEY_DIM, KEY_PADDED)
     table = block_tables + sequence.to(tl.int64) * table_stride
     keys, values = key_cache + kv_head * (BLOCK_SIZE * KEY_DIM), value_cache + kv_head * (BLOCK_SIZE * VALUE_DIM)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
