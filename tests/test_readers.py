@@ -377,6 +377,16 @@ def test_folder_and_glob_read_every_kind_in_order(tmp_path: Path) -> None:
     assert [record.columns["prompt"] for record in globbed] == ["four", "five"]
 
 
+def test_an_empty_text_file_does_not_make_a_prompt_column(tmp_path: Path) -> None:
+    """Else a folder whose other files have none would be run, row for row in vain."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "b.csv").write_text("question\nWhy?\n")
+    source = open_input(InputConfig(str(tmp_path)))
+    assert source.columns.names == ["question"]
+    (tmp_path / "a.txt").write_text("a prompt\n")
+    assert open_input(InputConfig(str(tmp_path))).columns.names == ["prompt", "question"]
+
+
 def test_types_that_differ_between_files_become_json(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(parquet_bytes([{"x": 1, "y": {"k": [1]}}]))
     (tmp_path / "b.jsonl").write_text('{"x": "text", "y": {"k": [2.5]}}\n')

@@ -87,7 +87,8 @@ class TextFile(RowFile):
 
     def columns(self, sample_rows: int) -> pa.Schema:
         sample_columns(self, sample_rows)
-        return pa.schema([("prompt", pa.string())])
+        # An empty file beside others must not make it look as if they had prompts.
+        return pa.schema([] if self.total == 0 else [("prompt", pa.string())])
 
 
 class CsvFile(RowFile):
