@@ -1,8 +1,8 @@
 // Moves of whole rows and blocks: writing new keys and values into the cache, copying blocks.
 #include <cstring>
 
-#include "dispatch.h"
 #include "parallel.h"
+#include "types.h"
 
 using namespace pagedgen;
 

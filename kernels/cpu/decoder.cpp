@@ -4,8 +4,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "dispatch.h"
 #include "kernels.h"
+#include "types.h"
 
 using namespace pagedgen;
 

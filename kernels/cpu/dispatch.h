@@ -1,8 +1,6 @@
-// What the exported functions share: their linkage, and element types by the numbers that the launchers pass.
+// Element types by the numbers that the launchers pass.
 #pragma once
 #include "vec.h"
-
-#define PAGEDGEN_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace pagedgen {
 

@@ -1,5 +1,6 @@
 // Products of a few to a few thousand rows with weights that were laid out for AMX beforehand. A row's result depends on
 // nothing but the row: sums run along the inner dimension in one order, whatever the number of rows and threads.
+#include <cmath>
 #include <vector>
 
 #include "dispatch.h"

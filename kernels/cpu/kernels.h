@@ -3,9 +3,25 @@
 #pragma once
 #include <cstdint>
 
-#include "attention.h"
-
 extern "C" {
+
+struct PgAttention {
+  const void* query;
+  int64_t query_token_stride, query_head_stride;
+  const void* key_cache;    // [blocks, kv_heads, block_size, key_dim], blocks `key_block_stride` elements apart
+  const void* value_cache;  // [blocks, kv_heads, block_size, value_dim]
+  int64_t key_block_stride, value_block_stride;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  const int32_t* context_lens;
+  const int32_t* query_start;
+  const float* sinks;  // [heads] or null
+  void* out;           // [tokens, heads, value_dim]
+  int32_t type, sequences, heads, kv_heads, block_size, key_dim, value_dim;
+  int32_t window;        // 0: none
+  float scale, softcap;  // softcap 0: none
+  int32_t threads;
+};
 
 struct PgGemm {
   const void* x;               // [rows, inner], rows `x_stride` elements apart

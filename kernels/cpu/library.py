@@ -15,7 +15,7 @@ Function = Callable[..., None]
 
 
 class AttentionArgs(ctypes.Structure):
-    """PgAttention of attention.cpp, field for field."""
+    """PgAttention of kernels.h, field for field."""
 
     _fields_ = (
         ("query", c_void_p),
@@ -46,7 +46,7 @@ class AttentionArgs(ctypes.Structure):
 
 
 class RotaryArgs(ctypes.Structure):
-    """PgRotary of rotary.cpp, field for field."""
+    """PgRotary of kernels.h, field for field."""
 
     _fields_ = (
         ("query", c_void_p),
@@ -79,7 +79,7 @@ class RotaryArgs(ctypes.Structure):
 
 
 class GemmArgs(ctypes.Structure):
-    """PgGemm of gemm.cpp, field for field."""
+    """PgGemm of kernels.h, field for field."""
 
     _fields_ = (
         ("x", c_void_p),

@@ -3,7 +3,7 @@
 #include <thread>
 #include <vector>
 
-#include "dispatch.h"
+#include "types.h"
 
 namespace {
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);

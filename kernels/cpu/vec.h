@@ -10,6 +10,8 @@
 #include <arm_neon.h>
 #endif
 
+#include "types.h"
+
 #define INLINE inline __attribute__((always_inline))
 
 namespace pagedgen {
@@ -33,13 +35,6 @@ typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef int8_t vb __attribute__((vector_size(VL)));
-
-struct bf16 {
-  uint16_t bits;
-};
-struct f16 {
-  uint16_t bits;
-};
 
 INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 INLINE vf splat(float x) { return vf{} + x; }
