@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +43,8 @@ def model_that_costs_nothing(vocab_size: int | None) -> Iterator[None]:
     from pagedgen.models.loader import load_model
 
     class Nothing:
+        likeliest: Callable[[torch.Tensor], torch.Tensor] | None = None
+
         def __init__(self, spec: ModelSpec) -> None:
             self.spec = spec
             self._logits = torch.zeros(MAX_SEQS, spec.vocab_size)
@@ -53,9 +55,6 @@ def model_that_costs_nothing(vocab_size: int | None) -> Iterator[None]:
 
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
             return self._logits[: len(hidden)]
-
-        def likeliest(self, hidden: torch.Tensor) -> None:
-            pass
 
     def load(config: EngineConfig) -> Any:
         loaded = load_model(config)

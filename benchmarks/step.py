@@ -2,7 +2,8 @@
 
 A batch of sequences decodes in the engine; the calls of its model's layers, of the kernels and of the sampler are timed
 one by one. In the same process: the matrix products of a step, each by itself and by the faster of our kernel and
-oneDNN, and a plain read of as many bytes in a row as the step reads of keys and values. Their sum is the roofline.
+oneDNN (ours with the gate of the MLP, which is part of that product), and a plain read of as many bytes in a row as the
+step reads of keys and values. Their sum is the roofline.
 """
 
 import argparse
@@ -82,8 +83,8 @@ def instrument(engine: "Engine") -> Timers:
     kernels: ModuleType = wrapped  # type: ignore[assignment]
     runner.sampler.kernels = kernels
     model._head = timers.wrap("head", model._head)
-    if model._head_argmax is not None:
-        model._head_argmax = timers.wrap("head", model._head_argmax)
+    if model.likeliest is not None:
+        model.likeliest = timers.wrap("head", model.likeliest)
     if decoder is None:
         runner.attention = replace(attention, kernels=kernels)
         model._layers = tuple(
@@ -145,7 +146,7 @@ def alone(engine: "Engine", sequences: int, kv_bytes: float) -> dict[str, float]
         for name, (outputs, inputs) in shapes.items():
             ours = [getattr(layer, name) for layer in model._layers]
             found[name] = fastest_product(sequences, outputs, inputs, ours, engine.spec.dtype)
-        heads_of = [head for head in (model._head, model._head_argmax) if head is not None]
+        heads_of = [head for head in (model._head, model.likeliest) if head is not None]
         found["head"] = min(fastest_product(sequences, vocab_size, hidden, [h], engine.spec.dtype) for h in heads_of)
         memory = torch.ones(int(kv_bytes) // 8, dtype=torch.int64)
         found["reading KV"] = fastest(memory.sum)

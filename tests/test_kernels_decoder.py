@@ -69,11 +69,10 @@ def test_one_call_gives_what_the_kernels_give_one_by_one(
 def test_the_likeliest_tokens_come_from_the_head_without_logits(tied: bool, tmp_path: Path) -> None:
     model, _ = load(tmp_path, "llama", tie_word_embeddings=tied)
     hidden = torch.randn(40, SIZES["hidden_size"]).bfloat16()
-    found = model.likeliest(hidden)
-    assert found is not None
-    assert found.tolist() == cpu.greedy_argmax(model.logits(hidden)).tolist()
+    assert model.likeliest is not None
+    assert model.likeliest(hidden).tolist() == cpu.greedy_argmax(model.logits(hidden)).tolist()
     other, _ = load(tmp_path / "float32", "llama", "float32")
-    assert other.likeliest(hidden.float()) is None
+    assert other.likeliest is None
 
 
 @pytest.mark.parametrize(

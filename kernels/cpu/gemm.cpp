@@ -68,11 +68,17 @@ INLINE vf value(const PgGemm& g, const Finished& block, int r, int column, int c
 // Both halves of a row, rounded to nearest even; below the smallest normal number to zero.
 INLINE __m512i rounded(vf low, vf high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
+// Which rows a task computes, and its first panel.
+struct Part {
+  int64_t first_row, rows;
+  int first_panel;
+};
+
 // Where the sums of a task go: each rounded once. GATED: each panel has 16 columns of gates and the 16 that they are for.
 template <class T, bool GATED>
 class Output {
  public:
-  Output(const PgGemm& args, int64_t, int64_t, int)
+  Output(const PgGemm& args, const Part&)
       : g(args),
         past_caches(args.rows * args.columns * int64_t(sizeof(bf16)) >= LARGE_BYTES &&
                     reinterpret_cast<uintptr_t>(args.out) % 64 == 0 && args.out_stride % 32 == 0) {}
@@ -112,22 +118,20 @@ class Output {
 
 // Of each row only which column's sum is the largest once rounded, the first of equals. g.out: int64 [rows], to which
 // each task adds what it found, with `LargestColumn::none` to begin with.
-template <class T>
 class LargestColumn {
  public:
   static constexpr int64_t none = INT64_MIN;
 
-  LargestColumn(const PgGemm& args, int64_t task_row, int64_t rows, int task_panel)
-      : g(args), first_row(task_row), count(rows), first_panel(task_panel), best(lanes()) {
-    best.assign(size_t(rows), Lanes());
+  LargestColumn(const PgGemm& args, const Part& task) : g(args), part(task), best(lanes()) {
+    best.assign(size_t(part.rows), Lanes());
   }
 
   INLINE void take(const Finished& block, int begin, int end) {
     const int columns = g.columns - block.first_column;
-    const int panel = block.first_column / BLOCK - first_panel;
+    const int panel = block.first_column / BLOCK - part.first_panel;
     const __m512i even_tag = _mm512_set1_epi32(0xffff - 2 * panel), odd_tag = _mm512_set1_epi32(0xfffe - 2 * panel);
     for (int r = begin; r < end; ++r) {
-      vf low = value<T>(g, block, r, 0, clamp(columns)), high = value<T>(g, block, r, VL, clamp(columns - VL));
+      vf low = value<bf16>(g, block, r, 0, clamp(columns)), high = value<bf16>(g, block, r, VL, clamp(columns - VL));
       if (columns < BLOCK) low = keep(low, clamp(columns)), high = keep(high, clamp(columns - VL));
       const __m512i both = rounded(low, high), sign = _mm512_srai_epi16(both, 15);
       // Whole numbers in the order of the floats: what follows the sign is turned round where that is set.
@@ -135,7 +139,7 @@ class LargestColumn {
           _mm512_sub_epi16(_mm512_xor_si512(both, _mm512_and_si512(sign, _mm512_set1_epi16(0x7fff))), sign);
       const __m512i even = _mm512_or_si512(_mm512_slli_epi32(ordered, 16), even_tag);
       const __m512i odd = _mm512_or_si512(_mm512_and_si512(ordered, _mm512_set1_epi32(~0xffff)), odd_tag);
-      __m512i* place = reinterpret_cast<__m512i*>(best[size_t(block.first_row - first_row + r)].keys);
+      __m512i* place = reinterpret_cast<__m512i*>(best[size_t(block.first_row - part.first_row + r)].keys);
       __m512i largest = _mm512_max_epi32(_mm512_load_si512(place), _mm512_max_epi32(even, odd));
       if (_mm512_cmp_ps_mask((__m512)low, (__m512)high, _CMP_UNORD_Q)) largest = _mm512_set1_epi32(INT32_MAX);
       _mm512_store_si512(place, largest);
@@ -143,14 +147,14 @@ class LargestColumn {
   }
 
   void finish() const {
-    for (int64_t r = 0; r < count; ++r) {
+    for (int64_t r = 0; r < part.rows; ++r) {
       int64_t largest = none;
       for (int lane = 0; lane < VL; ++lane) {
         const int32_t key = best[size_t(r)].keys[lane], tag = 0xffff - (key & 0xffff);
-        const int64_t column = (int64_t(first_panel) + tag / 2) * BLOCK + 2 * lane + tag % 2;
+        const int64_t column = (int64_t(part.first_panel) + tag / 2) * BLOCK + 2 * lane + tag % 2;
         largest = std::max(largest, int64_t(key >> 16) * LOW_WORD + (INT32_MAX - column));
       }
-      int64_t* found = static_cast<int64_t*>(g.out) + first_row + r;
+      int64_t* found = static_cast<int64_t*>(g.out) + part.first_row + r;
       int64_t before = __atomic_load_n(found, __ATOMIC_RELAXED);
       while (before < largest &&
              !__atomic_compare_exchange_n(found, &before, largest, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
@@ -185,8 +189,7 @@ class LargestColumn {
   }
 
   const PgGemm& g;
-  const int64_t first_row, count;
-  const int first_panel;
+  const Part part;
   std::vector<Lanes>& best;
 };
 
@@ -231,7 +234,7 @@ class Gemm {
         std::memcpy(padded.data() + int64_t(r) * steps * TILE_BYTES, row(whole_end + r), size_t(steps) * TILE_BYTES);
     }
     const int blocks = int((end_row - first_row + BLOCK - 1) / BLOCK);
-    Target target(g, first_row, end_row - first_row, first_panel);
+    Target target(g, {first_row, end_row - first_row, first_panel});
     Sums sums;
     Finished pending;  // whose sums are rounded and stored while the next block is computed, before it leaves its own
     for (int p = first_panel; p < end_panel; ++p) {
@@ -283,12 +286,12 @@ PAGEDGEN_EXPORT void pg_gemm(const PgGemm* args) {
     args->gated ? Gemm<int8_t, Output<int8_t, true>>(*args).run() : Gemm<int8_t, Output<int8_t, false>>(*args).run();
 }
 
+// Of bfloat16. out: int64 [rows], the first column of the largest result of each row, or -1 for none.
 PAGEDGEN_EXPORT void pg_gemm_argmax(const PgGemm* args) {
-  using Target = LargestColumn<bf16>;
   int64_t* out = static_cast<int64_t*>(args->out);
-  std::fill(out, out + args->rows, Target::none);
-  Gemm<bf16, Target>(*args).run();
-  std::transform(out, out + args->rows, out, Target::column);
+  std::fill(out, out + args->rows, LargestColumn::none);
+  Gemm<bf16, LargestColumn>(*args).run();
+  std::transform(out, out + args->rows, out, LargestColumn::column);
 }
 
 #else

@@ -50,7 +50,6 @@ struct PgRotary {
 };
 
 void pg_gemm(const PgGemm*);
-void pg_gemm_argmax(const PgGemm*);  // bfloat16; out: int64 [rows], the first column of the largest, or -1 for none
 void pg_rotary_write_kv(const PgRotary*);
 void pg_paged_attention(const PgAttention*);
 void pg_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride, const char* value,

@@ -107,9 +107,8 @@ class ModelRunner:
     def _sample(self, hidden: torch.Tensor, plan: StepPlan, state: SlotArrays, clock: "_Clock") -> list[PendingSample]:
         """hidden: [R, ...] of the sequences that are sampled."""
         slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples]
-        tokens = self.model.likeliest(hidden) if len(slots) and is_greedy(plan, state) else None
-        if tokens is not None:
-            return [self._entered(PendingSample.of_tokens(plan, tokens), plan)]
+        if self.model.likeliest is not None and len(slots) and is_greedy(plan, state):
+            return [self._entered(PendingSample.of_tokens(plan, self.model.likeliest(hidden)), plan)]
         samples: list[PendingSample] = []
         for rows, logits in self._logits(hidden, logit_rows_per_chunk(self.model.spec.vocab_size)):
             before = time.perf_counter()
@@ -192,14 +191,14 @@ def is_decoding(plan: StepPlan) -> bool:
 
 
 def is_plain(plan: StepPlan, state: SlotArrays) -> bool:
-    """Whether each sequence of a decoding step asks for one token and nothing else, as the model's logits have it."""
+    """Whether each sequence of the step asks for one token and nothing else, as the model's logits have it."""
     asks = (plan.banned, plan.logprobs, plan.biases, plan.extra_keys, plan.beams)
     return not any(asks) and not edited(plan.slots, plan, state).any()
 
 
 def is_greedy(plan: StepPlan, state: SlotArrays) -> bool:
     """Whether each sequence that is sampled asks for the likeliest token and nothing else."""
-    return is_plain(plan, state) and bool((state.temperature[plan.slots[plan.samples]] <= 0).all())
+    return bool((state.temperature[plan.slots[plan.samples]] <= 0).all()) and is_plain(plan, state)
 
 
 def _result(

@@ -1,5 +1,6 @@
 """What the runner needs of a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,9 +34,14 @@ class ModelSpec:
 
 
 class Model(Protocol):
-    """A decoder that computes packed batches over the paged cache."""
+    """A decoder that computes packed batches over the paged cache.
+
+    likeliest: of a model that can tell without making logits, [R, ...] as for `logits` -> int64 [R], what
+    `kernels.greedy_argmax` would find in them.
+    """
 
     spec: ModelSpec
+    likeliest: Callable[[torch.Tensor], torch.Tensor] | None
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """Write the KV of all tokens and return [R, ...], the last hidden states of `batch.logit_rows`."""
@@ -43,8 +49,4 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, ...] as `forward` returned it (or some of its rows) -> [R, vocab_size]."""
-        ...
-
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """int64 [R]: what `kernels.greedy_argmax` finds in the logits, where a model can tell without making them."""
         ...

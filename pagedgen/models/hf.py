@@ -7,6 +7,7 @@ travels as the keyword `pagedgen_call`; nothing is kept between calls. A model i
 """
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class HookModel:
         self, name: str, module: Any, dtype: torch.dtype, device: torch.device, quantize: bool = False
     ) -> None:
         self.module = module
+        self.likeliest: Callable[[torch.Tensor], torch.Tensor] | None = None  # `forward` has made the logits already
         parameters = inspect.signature(module.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._is_falcon = module.config.model_type == "falcon"
@@ -76,9 +78,6 @@ class HookModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The rows as they are."""
         return hidden
-
-    def likeliest(self, hidden: torch.Tensor) -> None:
-        """The logits are there already."""
 
     def _run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, call: AttentionCall

@@ -79,7 +79,7 @@ class LlamaModel:
         self._layers = tuple(loader.layer(index) for index in range(config.num_hidden_layers))
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), loader.tensor("model.norm.weight"))
         self._head = loader.head(self._embedding)
-        self._head_argmax = argmax_of(self._head)
+        self.likeliest = argmax_of(self._head)
         self._rope = RotaryEmbedding(config, device, dtype)
         self._decoder: _KeptDecoder | None = None
         self.spec = ModelSpec(
@@ -171,10 +171,6 @@ class LlamaModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size], in the model's dtype."""
         return self._head(hidden)
-
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[R, hidden_size] -> int64 [R], or None where the head has no kernel for it."""
-        return None if self._head_argmax is None else self._head_argmax(hidden)
 
     def _attend(
         self,
